@@ -1,0 +1,173 @@
+"""Attention in plain jnp: direct, banded over a sliding window, and blocked over a long prefix.
+
+Everywhere q is [B, T, N, H], keys and values are [B, K, S, H] (the order of the caches), query head n reads KV head
+n // (N / K), scores, softmax and sums are fp32, and the result is [B, T, N, H] fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from muse_jax.numerics import Numerics, fp32, round_to
+
+QUERY_BLOCK = 128  # queries of a banded block; the band is this plus the window
+KEY_BLOCK = 1024  # keys of a block of a long prefix
+_HIDDEN = jnp.finfo(jnp.float32).min
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, scale: float, numerics: Numerics
+) -> jax.Array:
+    """softmax(scale q k^T) v over the visible keys. visible: [B or 1, T, S] bool."""
+    weights, maximum, total = _weights(q, k, visible, scale, numerics)
+    if numerics.scores_rounded:
+        return _values(round_to(weights / total, v.dtype), v)
+    return _values(round_to(weights, v.dtype), v) / _per_query(total)
+
+
+def attend_band(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    first_position: jax.Array | int,
+    window: int,
+    scale: float,
+    numerics: Numerics,
+) -> jax.Array:
+    """Causal attention of T consecutive queries to the last `window` keys each, their own included.
+
+    Args:     q: [B, T, N, H].  k, v: [B, K, window - 1 + T, H], the keys of the window - 1 positions before the first query,
+              then of the queries.  first_position: int32 scalar, position of the first query; keys before position 0 are
+              hidden.
+    """
+    num_queries = q.shape[1]
+
+    def block(q_block: jax.Array, start: jax.Array) -> jax.Array:
+        queries = q_block.shape[1]
+        keys = window - 1 + queries
+        k_block = lax.dynamic_slice_in_dim(k, start, keys, axis=2)
+        v_block = lax.dynamic_slice_in_dim(v, start, keys, axis=2)
+        offset = jnp.arange(keys)[None, :] - jnp.arange(queries)[:, None]  # 0: the oldest key of the window
+        exists = jnp.arange(keys)[None, :] + start + first_position >= window - 1
+        visible = (offset >= 0) & (offset < window) & exists
+        return attend(q_block, k_block, v_block, visible[None], scale, numerics)
+
+    if num_queries <= QUERY_BLOCK:
+        return block(q, jnp.int32(0))
+    padding = -num_queries % QUERY_BLOCK
+    k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0))) for x in (k, v))
+    return _map_queries(block, q, QUERY_BLOCK)
+
+
+def attend_causal(q: jax.Array, k: jax.Array, v: jax.Array, scale: float, numerics: Numerics) -> jax.Array:
+    """Causal attention of T queries to the keys of the same T positions."""
+    keys = jnp.arange(k.shape[2])
+
+    def block(q_block: jax.Array, start: jax.Array) -> jax.Array:
+        visible = keys[None, :] <= start + jnp.arange(q_block.shape[1])[:, None]
+        return attend(q_block, k, v, visible[None], scale, numerics)
+
+    if q.shape[1] <= 2 * QUERY_BLOCK:
+        return block(q, jnp.int32(0))
+    return _map_queries(block, q, QUERY_BLOCK)
+
+
+def attend_prefix(
+    q: jax.Array, k: jax.Array, v: jax.Array, first_position: jax.Array, scale: float, numerics: Numerics
+) -> jax.Array:
+    """Causal attention of T consecutive queries to slots 0 .. first_position + T - 1 of a linear cache (slot = position).
+
+    A long cache is read in blocks of KEY_BLOCK slots and only as far as positions reach, so that memory and time do not
+    depend on its capacity. HF numerics rounds normalised probabilities, which needs all scores of a query at once: there
+    the queries are blocked instead, and the whole cache is read.
+    """
+    num_queries, slots = q.shape[1], k.shape[2]
+    positions = first_position + jnp.arange(num_queries)
+    if slots <= KEY_BLOCK:
+        return attend(q, k, v, (jnp.arange(slots)[None, :] <= positions[:, None])[None], scale, numerics)
+    if numerics.scores_rounded:
+
+        def block(q_block: jax.Array, start: jax.Array) -> jax.Array:
+            queries = first_position + start + jnp.arange(q_block.shape[1])
+            return attend(q_block, k, v, (jnp.arange(slots)[None, :] <= queries[:, None])[None], scale, numerics)
+
+        return _map_queries(block, q, min(16, num_queries))
+
+    def step(i: jax.Array, carry: tuple) -> tuple:
+        # The last block may overlap its predecessor (slices stay in bounds); overlapped slots are hidden.
+        begin = jnp.minimum(i * KEY_BLOCK, slots - KEY_BLOCK)
+        keys = begin + jnp.arange(KEY_BLOCK)
+        visible = (keys[None, :] <= positions[:, None]) & (keys >= i * KEY_BLOCK)[None, :]
+        k_block = lax.dynamic_slice_in_dim(k, begin, KEY_BLOCK, axis=2)
+        v_block = lax.dynamic_slice_in_dim(v, begin, KEY_BLOCK, axis=2)
+        weights, maximum, total = _weights(q, k_block, visible[None], scale, numerics)
+        output = _values(round_to(weights, v.dtype), v_block)
+        return _merge(carry, (output, maximum, total))
+
+    batch, _, heads, head_dim = q.shape
+    rows = (batch, k.shape[1], heads // k.shape[1], num_queries, 1)
+    empty = (
+        jnp.zeros((batch, num_queries, heads, head_dim), jnp.float32),
+        jnp.full(rows, _HIDDEN),
+        jnp.zeros(rows, jnp.float32),
+    )
+    blocks = (first_position + num_queries + KEY_BLOCK - 1) // KEY_BLOCK
+    output, _, total = lax.fori_loop(0, blocks, step, empty)
+    return output / _per_query(total)
+
+
+def _weights(
+    q: jax.Array, k: jax.Array, visible: jax.Array, scale: float, numerics: Numerics
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """exp(score - maximum) [B, K, G, T, S], the maximum and the sum over S [B, K, G, T, 1], for G query heads per KV head."""
+    batch, num_queries, heads, head_dim = q.shape
+    groups = heads // k.shape[1]
+    q = q.reshape(batch, num_queries, k.shape[1], groups, head_dim)
+    scores = jnp.einsum("btkgh,bksh->bkgts", q, k, precision="highest", preferred_element_type=jnp.float32)
+    if numerics.scores_rounded:
+        scores = fp32(round_to(fp32(round_to(scores, q.dtype)) * scale, q.dtype))
+    else:
+        scores = scores * scale
+    visible = visible[:, None, None, :, :]
+    scores = jnp.where(visible, scores, _HIDDEN)
+    maximum = jnp.max(scores, axis=-1, keepdims=True)
+    # A query that sees nothing (padding) has weight 0 everywhere, not 1.
+    weights = jnp.where(visible, jnp.exp(scores - maximum), 0.0)
+    return weights, maximum, jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+
+
+def _values(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """[B, K, G, T, S] x [B, K, S, H] -> [B, T, N, H] fp32."""
+    out = jnp.einsum("bkgts,bksh->btkgh", weights, v, precision="highest", preferred_element_type=jnp.float32)
+    batch, num_queries, kv_heads, groups, head_dim = out.shape
+    return out.reshape(batch, num_queries, kv_heads * groups, head_dim)
+
+
+def _per_query(x: jax.Array) -> jax.Array:
+    """[B, K, G, T, 1] -> [B, T, N, 1]."""
+    batch, kv_heads, groups, num_queries, _ = x.shape
+    return x.transpose(0, 3, 1, 2, 4).reshape(batch, num_queries, kv_heads * groups, 1)
+
+
+def _merge(left: tuple, right: tuple) -> tuple:
+    """Two (output, maximum, total) over disjoint keys, not yet divided, as one."""
+    maximum = jnp.maximum(left[1], right[1])
+    scale_left, scale_right = jnp.exp(left[1] - maximum), jnp.exp(right[1] - maximum)
+    output = left[0] * _per_query(scale_left) + right[0] * _per_query(scale_right)
+    return output, maximum, left[2] * scale_left + right[2] * scale_right
+
+
+def _map_queries(block: Callable[[jax.Array, jax.Array], jax.Array], q: jax.Array, size: int) -> jax.Array:
+    """Runs `block(q_block, index of its first query)` over blocks of `size` queries, one after the other."""
+    batch, num_queries, heads, head_dim = q.shape
+    padding = -num_queries % size
+    q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
+    count = q.shape[1] // size
+    blocks = jnp.moveaxis(q.reshape(batch, count, size, heads, head_dim), 1, 0)
+    starts = jnp.arange(count, dtype=jnp.int32) * size
+    out = lax.map(lambda inputs: block(*inputs), (blocks, starts))
+    return jnp.moveaxis(out, 0, 1).reshape(batch, count * size, heads, head_dim)[:, :num_queries]

@@ -1,0 +1,220 @@
+"""KV caches, and the three ways a forward pass meets them.
+
+Global layers keep every position in order (slot = position). Sliding layers keep a ring of window - 1 + tree_size slots
+(slot = position mod capacity), just enough that the rows of a step never overwrite a key that one of them still sees.
+Caches are [B, K, slots, H]; the model hands each layer's pair to a context:
+
+    FullContext     whole sequences, no cache           muse.logits, training
+    PrefillContext  a chunk of prompts, all at the same positions
+    DecodeContext   up to tree_size rows per sequence, each sequence at its own position
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from muse_jax.attention import attend, attend_band, attend_causal, attend_prefix
+from muse_jax.config import ModelConfig
+from muse_jax.numerics import Numerics
+
+KV = tuple[jax.Array, jax.Array]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["layers", "ring_positions"], meta_fields=[])
+@dataclasses.dataclass
+class KVCache:
+    """The caches of all layers.
+
+    layers: one (keys, values) pair per layer, [B, K, slots, H].
+    ring_positions: [B, ring slots] int32, the position each ring slot holds (the same in every sliding layer), -1 if none.
+    """
+
+    layers: list[KV]
+    ring_positions: jax.Array
+
+    @classmethod
+    def empty(cls, config: ModelConfig, batch: int, slots: int, tree_size: int, dtype: jnp.dtype) -> KVCache:
+        """slots: positions a global layer can hold; rows of an unfinished step need room too."""
+        ring = ring_capacity(config, tree_size)
+
+        def pair(layer_idx: int) -> KV:
+            size = slots if config.window(layer_idx) is None else ring
+            shape = (batch, config.num_key_value_heads, size, config.head_dim)
+            return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+        layers = [pair(i) for i in range(config.num_hidden_layers)]
+        return cls(layers, jnp.full((batch, ring), -1, jnp.int32))
+
+
+def ring_capacity(config: ModelConfig, tree_size: int) -> int:
+    """Slots of a sliding layer's ring: the window but the query's own key, and every row of a step."""
+    return (config.sliding_window or 1) - 1 + tree_size
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["positions"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class FullContext:
+    """Whole right-padded sequences from position 0, without a cache."""
+
+    positions: jax.Array  # [1, T] int32
+
+    @classmethod
+    def create(cls, num_tokens: int) -> FullContext:
+        return cls(jnp.arange(num_tokens, dtype=jnp.int32)[None])
+
+    def attend(self, q, k, v, cache: None, window: int | None, scale: float, numerics: Numerics):
+        """q: [B, T, N, H]; k, v: [B, T, K, H]; see the other contexts. Returns ([B, T, N, H] fp32, cache)."""
+        k, v = _heads_first(k), _heads_first(v)
+        if window is None:
+            return attend_causal(q, k, v, scale, numerics), cache
+        window = min(window, q.shape[1])
+        k, v = (jnp.pad(x, ((0, 0), (0, 0), (window - 1, 0), (0, 0))) for x in (k, v))
+        return attend_band(q, k, v, 0, window, scale, numerics), cache
+
+    def ring_positions(self, old: None) -> None:
+        return old
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["start", "positions", "counts"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class PrefillContext:
+    """A chunk of right-padded prompts; every sequence is at the same positions."""
+
+    start: jax.Array  # int32 scalar, position of the first row
+    positions: jax.Array  # [1, T] int32
+    counts: jax.Array  # [B] int32, rows of the chunk that are prompt and not padding; can be 0
+
+    @classmethod
+    def create(cls, start: jax.Array, lengths: jax.Array, num_tokens: int) -> PrefillContext:
+        """lengths: [B], of the whole prompts."""
+        positions = start + jnp.arange(num_tokens, dtype=jnp.int32)
+        return cls(start, positions[None], jnp.clip(lengths - start, 0, num_tokens))
+
+    def attend(self, q, k, v, cache: KV, window: int | None, scale: float, numerics: Numerics):
+        """Attends to the cache and the chunk, and writes the chunk's rows.
+
+        Args:     q: [B, T, N, H].  k, v: [B, T, K, H].  cache: the layer's pair.  window: None for a global layer.
+        Returns:  [B, T, N, H] fp32 (rows of padding hold garbage), and the new pair.
+        """
+        k, v = _heads_first(k), _heads_first(v)
+        if window is None:
+            # Rows of padding are written too: decoding overwrites each before anything can see it.
+            cache = tuple(lax.dynamic_update_slice_in_dim(c, x, self.start, 2) for c, x in zip(cache, (k, v), strict=True))
+            return attend_prefix(q, *cache, self.start, scale, numerics), cache
+        capacity = cache[0].shape[2]
+        before = (self.start - (window - 1) + jnp.arange(window - 1)) % capacity
+        k_band, v_band = (
+            jnp.concatenate([jnp.take(c, before, axis=2), x], axis=2) for c, x in zip(cache, (k, v), strict=True)
+        )
+        out = attend_band(q, k_band, v_band, self.start, window, scale, numerics)
+        row, written = self._newest_row(capacity)
+        index, keep = row[:, None, :, None], ~written[:, None, :, None]
+        cache = tuple(
+            jnp.where(keep, c, jnp.take_along_axis(x, index, axis=2)) for c, x in zip(cache, (k, v), strict=True)
+        )
+        return out, cache
+
+    def ring_positions(self, old: jax.Array) -> jax.Array:
+        """Positions the ring holds after this chunk, [B, ring slots]."""
+        row, written = self._newest_row(old.shape[1])
+        return jnp.where(written, self.start + row, old)
+
+    def _newest_row(self, capacity: int) -> tuple[jax.Array, jax.Array]:
+        """For every ring slot the last row of the chunk that belongs in it, and whether there is one: [B, capacity]."""
+        last = self.counts[:, None] - 1
+        row = last - (self.start + last - jnp.arange(capacity)[None, :]) % capacity
+        return jnp.maximum(row, 0), row >= 0
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["start", "positions", "ring_visible", "linear_visible"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class DecodeContext:
+    """T rows per sequence after its `start` committed positions; row t goes to slot start + t."""
+
+    start: jax.Array  # [B] int32
+    positions: jax.Array  # [B, T] int32
+    ring_visible: jax.Array  # [B, T, ring slots] bool
+    linear_visible: jax.Array  # [B, T, slots] bool
+
+    @classmethod
+    def create(cls, cache: KVCache, start: jax.Array, num_rows: int, config: ModelConfig) -> DecodeContext:
+        """start: [B], the number of committed positions; rows are consecutive."""
+        rows = jnp.arange(num_rows, dtype=jnp.int32)
+        positions = start[:, None] + rows[None, :]
+        causal = jnp.broadcast_to(rows[None, :] <= rows[:, None], (start.shape[0], num_rows, num_rows))
+
+        window = config.sliding_window or 1
+        oldest = positions - window + 1  # [B, T]
+        in_window = causal & (positions[:, None, :] >= oldest[:, :, None])
+        ring = cache.ring_positions
+        capacity = ring.shape[1]
+        row_of_slot = (jnp.arange(capacity)[None, :] - start[:, None]) % capacity
+        old = (ring >= 0) & (ring < start[:, None])
+        old_visible = old[:, None, :] & (ring[:, None, :] >= oldest[:, :, None])
+        ring_visible = _choose(row_of_slot, in_window, old_visible)
+
+        global_layers = [pair for i, pair in enumerate(cache.layers) if config.window(i) is None]
+        slots = global_layers[0][0].shape[2] if global_layers else 1
+        row_of_slot = jnp.arange(slots)[None, :] - start[:, None]
+        committed = jnp.broadcast_to(row_of_slot[:, None, :] < 0, (start.shape[0], num_rows, slots))
+        return cls(start, positions, ring_visible, _choose(row_of_slot, causal, committed))
+
+    def attend(self, q, k, v, cache: KV, window: int | None, scale: float, numerics: Numerics):
+        """Writes the rows and attends to the cache. Arguments and result as in PrefillContext; every row is real."""
+        capacity = None if window is None else cache[0].shape[2]
+        cache = tuple(
+            write_rows(c, _heads_first(x), self.start, capacity) for c, x in zip(cache, (k, v), strict=True)
+        )
+        visible = self.linear_visible if window is None else self.ring_visible
+        return attend(q, *cache, visible, scale, numerics), cache
+
+    def ring_positions(self, old: jax.Array) -> jax.Array:
+        """Positions the ring holds after these rows, [B, ring slots]."""
+        row = (jnp.arange(old.shape[1])[None, :] - self.start[:, None]) % old.shape[1]
+        return jnp.where(row < self.positions.shape[1], self.start[:, None] + row, old)
+
+
+def _choose(row_of_slot: jax.Array, rows_visible: jax.Array, old_visible: jax.Array) -> jax.Array:
+    """[B, T, slots]: `rows_visible` [B, T, T] in slots that hold rows of this step, `old_visible` in the others."""
+    num_rows = rows_visible.shape[-1]
+    is_row = (row_of_slot >= 0) & (row_of_slot < num_rows)
+    index = jnp.clip(row_of_slot, 0, num_rows - 1)[:, None, :]
+    return jnp.where(is_row[:, None, :], jnp.take_along_axis(rows_visible, index, axis=2), old_visible)
+
+
+def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array, ring: int | None) -> jax.Array:
+    """Writes rows to slots start, start + 1, ... of each sequence (modulo `ring`, if given).
+
+    Args:     cache: [B, K, slots, H].  rows: [B, K, T, H], T <= slots.  start: [B] int32.
+    Rows go in by dynamic_update_slice, which XLA does in place; a scatter would not be.
+    """
+    batch, _, num_rows, _ = rows.shape
+    for b in range(batch):
+        rows_b, start_b = rows[b : b + 1], start[b]
+        if ring is None or num_rows == 1:
+            slot = start_b if ring is None else start_b % ring
+            cache = lax.dynamic_update_slice(cache, rows_b, (b, 0, slot, 0))
+            continue
+        # A run that crosses the ring's end is two: up to the end, and from slot 0. Each is a merge with what is there.
+        slot = start_b % ring
+        for begin, first_row in ((jnp.minimum(slot, ring - num_rows), 0), (jnp.int32(0), ring)):
+            row = begin + first_row + jnp.arange(num_rows) - slot
+            inside = ((row >= 0) & (row < num_rows))[None, None, :, None]
+            old = lax.dynamic_slice(cache, (b, 0, begin, 0), rows_b.shape)
+            new = jnp.take(rows_b, jnp.clip(row, 0, num_rows - 1), axis=2)
+            cache = lax.dynamic_update_slice(cache, jnp.where(inside, new, old), (b, 0, begin, 0))
+    return cache
+
+
+def _heads_first(x: jax.Array) -> jax.Array:
+    """[B, T, K, H] -> [B, K, T, H], the order of the caches."""
+    return x.transpose(0, 2, 1, 3)

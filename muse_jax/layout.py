@@ -1,0 +1,103 @@
+"""The one table of a model's text tensors: names in the checkpoint, shapes, dtypes, place in the parameter tree, sharding.
+
+Loading, saving and sharding read this table, so a tensor that it does not name does not exist. It needs nothing but
+`ModelConfig`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from muse_jax.config import MLPKind, ModelConfig
+
+TEXT_PREFIX = "model.language_model."
+
+# Tensors of the released repository that text decoding does not need: the towers, and buffers that older exports keep.
+SKIPPED_PREFIXES = (
+    "model.vision_tower.",
+    "model.vision_adapter.",
+    "model.vision_projection.",
+    "model.audio_tower.",
+)
+SKIPPED_PARTS = ("rotary_emb", "num_tokens_per_expert", "embed_norm.weight")
+SKIPPED_SUFFIXES = (".mlp.norm_weight", ".self_attn.q_scale", ".self_attn.k_scale", ".self_attn.v_scale")
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorSpec:
+    """One text tensor of the checkpoint and the parameter it becomes.
+
+    `shape` is the shape in the file; `param_shape` has as many elements in the same order. Matrices are [out, in] in both.
+    """
+
+    name: str  # in the safetensors file
+    shape: tuple[int, ...]
+    path: tuple[str | int, ...]  # in the parameter tree of `muse_jax.model.MuseSpark`
+    param_shape: tuple[int, ...]
+    keep_fp32: bool = False  # router weight and bias, residual gates: fp32 whatever the model's dtype is
+    shard_axis: int | None = None  # of `param_shape`, split over the ranks; None: every rank has all of it
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def is_skipped(name: str) -> bool:
+    """Whether a tensor of the file is known and not part of the text decoder."""
+    return (
+        name.startswith(SKIPPED_PREFIXES)
+        or name.endswith(SKIPPED_SUFFIXES)
+        or any(part in name for part in SKIPPED_PARTS)
+    )
+
+
+def text_tensors(config: ModelConfig) -> tuple[TensorSpec, ...]:
+    """Every text tensor of a bf16 or fp32 checkpoint of this config (muse_spark.md section 2.1), in file order."""
+    specs: list[TensorSpec] = []
+    d, v = config.hidden_size, config.vocab_size
+
+    def add(name: str, path: tuple, *shape: int, **kwargs) -> None:
+        param_shape = kwargs.pop("param_shape", shape)
+        specs.append(TensorSpec(name, shape, path, param_shape, **kwargs))
+
+    add(TEXT_PREFIX + "embed_tokens.weight", ("embedding",), v, d, shard_axis=0)
+    for i in range(config.num_hidden_layers):
+        prefix, layer = f"{TEXT_PREFIX}layers.{i}.", ("layers", i)
+        attention = (*layer, "attention")
+        add(prefix + "input_layernorm.weight", (*layer, "input_norm"), d)
+        for name, path, rows in (
+            ("q_proj", "q_proj", config.q_size),
+            ("k_proj", "k_proj", config.kv_size),
+            ("v_proj", "v_proj", config.kv_size),
+            ("gate_proj", "attn_out_gate", config.q_size),
+        ):
+            add(f"{prefix}self_attn.{name}.weight", (*attention, path), rows, d, shard_axis=0)
+        add(prefix + "self_attn.o_proj.weight", (*attention, "o_proj"), d, config.q_size, shard_axis=1)
+        add(prefix + "post_attention_residual_gate.gate", (*layer, "post_attention_gate"), d, keep_fp32=True)
+        add(prefix + "pre_feedforward_layernorm.weight", (*layer, "pre_ffn_norm"), d)
+        if config.mlp_layer_types[i] == MLPKind.SPARSE:
+            _add_moe(add, prefix + "mlp.", (*layer, "mlp"), config)
+        else:
+            f = config.intermediate_size
+            add(prefix + "mlp.gate_proj.weight", (*layer, "mlp", "gate_proj"), f, d, shard_axis=0)
+            add(prefix + "mlp.up_proj.weight", (*layer, "mlp", "up_proj"), f, d, shard_axis=0)
+            add(prefix + "mlp.down_proj.weight", (*layer, "mlp", "down_proj"), d, f, shard_axis=1)
+        add(prefix + "post_feedforward_layernorm.weight", (*layer, "post_ffn_norm"), d)
+        add(prefix + "post_feedforward_residual_gate.gate", (*layer, "post_ffn_gate"), d, keep_fp32=True)
+    add(TEXT_PREFIX + "norm.weight", ("final_norm",), d)
+    add("lm_head.weight", ("lm_head",), v, d, shard_axis=0)
+    return tuple(specs)
+
+
+def _add_moe(add, prefix: str, path: tuple, config: ModelConfig) -> None:
+    d, m, f, e = config.hidden_size, config.moe_hidden_size, config.moe_intermediate_size, config.num_local_experts
+    add(prefix + "gate.weight", (*path, "router"), e, d, keep_fp32=True)
+    add(prefix + "gate.e_score_correction_bias", (*path, "router_bias"), e, keep_fp32=True)
+    add(prefix + "pre_expert_proj.weight", (*path, "pre_expert_proj"), m, d, shard_axis=0)
+    add(prefix + "pre_expert_norm.weight", (*path, "pre_expert_norm"), m)
+    # Gate rows come first, then up rows. With an axis of its own for the two, splitting F keeps each pair on one rank.
+    add(prefix + "experts.gate_up_proj", (*path, "gate_up"), e, 2 * f, m, param_shape=(e, 2, f, m), shard_axis=2)
+    add(prefix + "experts.down_proj", (*path, "down"), e, m, f, shard_axis=1)
+    add(prefix + "experts.post_expert_norm.weight", (*path, "post_expert_norm"), m)
+    add(prefix + "post_expert_proj.weight", (*path, "post_expert_proj"), d, m, shard_axis=0)
