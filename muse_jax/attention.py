@@ -19,11 +19,9 @@ KEY_BLOCK = 1024  # keys of a block of a long prefix
 _HIDDEN = jnp.finfo(jnp.float32).min
 
 
-def attend(
-    q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, scale: float, numerics: Numerics
-) -> jax.Array:
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, scale: float, numerics: Numerics) -> jax.Array:
     """softmax(scale q k^T) v over the visible keys. visible: [B or 1, T, S] bool."""
-    weights, maximum, total = _weights(q, k, visible, scale, numerics)
+    weights, _, total = _weights(q, k, visible, scale, numerics)
     if numerics.scores_rounded:
         return _values(round_to(weights / total, v.dtype), v)
     return _values(round_to(weights, v.dtype), v) / _per_query(total)

@@ -39,9 +39,7 @@ def _is_global(layer_idx: int, num_layers: int) -> bool:
 
 
 def default_layer_types(num_layers: int) -> tuple[AttentionKind, ...]:
-    return tuple(
-        AttentionKind.GLOBAL if _is_global(i, num_layers) else AttentionKind.SLIDING for i in range(num_layers)
-    )
+    return tuple(AttentionKind.GLOBAL if _is_global(i, num_layers) else AttentionKind.SLIDING for i in range(num_layers))
 
 
 def default_layer_uses_rope(num_layers: int) -> tuple[bool, ...]:

@@ -108,15 +108,11 @@ class PrefillContext:
             return attend_prefix(q, *cache, self.start, scale, numerics), cache
         capacity = cache[0].shape[2]
         before = (self.start - (window - 1) + jnp.arange(window - 1)) % capacity
-        k_band, v_band = (
-            jnp.concatenate([jnp.take(c, before, axis=2), x], axis=2) for c, x in zip(cache, (k, v), strict=True)
-        )
+        k_band, v_band = (jnp.concatenate([jnp.take(c, before, axis=2), x], axis=2) for c, x in zip(cache, (k, v), strict=True))
         out = attend_band(q, k_band, v_band, self.start, window, scale, numerics)
         row, written = self._newest_row(capacity)
         index, keep = row[:, None, :, None], ~written[:, None, :, None]
-        cache = tuple(
-            jnp.where(keep, c, jnp.take_along_axis(x, index, axis=2)) for c, x in zip(cache, (k, v), strict=True)
-        )
+        cache = tuple(jnp.where(keep, c, jnp.take_along_axis(x, index, axis=2)) for c, x in zip(cache, (k, v), strict=True))
         return out, cache
 
     def ring_positions(self, old: jax.Array) -> jax.Array:
@@ -171,9 +167,7 @@ class DecodeContext:
     def attend(self, q, k, v, cache: KV, window: int | None, scale: float, numerics: Numerics):
         """Writes the rows and attends to the cache. Arguments and result as in PrefillContext; every row is real."""
         capacity = None if window is None else cache[0].shape[2]
-        cache = tuple(
-            write_rows(c, _heads_first(x), self.start, capacity) for c, x in zip(cache, (k, v), strict=True)
-        )
+        cache = tuple(write_rows(c, _heads_first(x), self.start, capacity) for c, x in zip(cache, (k, v), strict=True))
         visible = self.linear_visible if window is None else self.ring_visible
         return attend(q, *cache, visible, scale, numerics), cache
 

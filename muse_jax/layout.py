@@ -45,11 +45,7 @@ class TensorSpec:
 
 def is_skipped(name: str) -> bool:
     """Whether a tensor of the file is known and not part of the text decoder."""
-    return (
-        name.startswith(SKIPPED_PREFIXES)
-        or name.endswith(SKIPPED_SUFFIXES)
-        or any(part in name for part in SKIPPED_PARTS)
-    )
+    return name.startswith(SKIPPED_PREFIXES) or name.endswith(SKIPPED_SUFFIXES) or any(part in name for part in SKIPPED_PARTS)
 
 
 def text_tensors(config: ModelConfig) -> tuple[TensorSpec, ...]:

@@ -75,9 +75,7 @@ class Attention(nnx.Module):
         if self.uses_rope:
             q = ops.apply_rope(q, rope, numerics, dtype)
             k = ops.apply_rope(k, rope, numerics, dtype)
-        out, cache = context.attend(
-            round_to(fp32(q), dtype), round_to(fp32(k), dtype), v, cache, self.window, scale, numerics
-        )
+        out, cache = context.attend(round_to(fp32(q), dtype), round_to(fp32(k), dtype), v, cache, self.window, scale, numerics)
 
         step = (lambda y: fp32(round_to(y, dtype))) if numerics.out_gate_steps_rounded else (lambda y: y)
         out = step(ops.rms(step(out), config.rms_norm_eps))
@@ -228,9 +226,7 @@ class MuseSpark(nnx.Module):
         self.final_norm = param("final_norm")
         self.lm_head = param("lm_head")
 
-    def __call__(
-        self, tokens: jax.Array, context: Context, cache: KVCache | None = None
-    ) -> tuple[jax.Array, KVCache | None]:
+    def __call__(self, tokens: jax.Array, context: Context, cache: KVCache | None = None) -> tuple[jax.Array, KVCache | None]:
         """Runs the layers.
 
         Args:     tokens: [B, T] int32.  context: positions and the way to the cache.  cache: None with FullContext.

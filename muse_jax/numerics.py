@@ -38,7 +38,7 @@ class Numerics:
 _EVERY_POINT = {field.name: True for field in dataclasses.fields(Numerics) if field.name != "name"}
 
 HF = Numerics(name="hf", **_EVERY_POINT)
-SERVING = Numerics(name="serving", **{field: False for field in _EVERY_POINT})
+SERVING = Numerics(name="serving", **dict.fromkeys(_EVERY_POINT, False))
 NUMERICS = {numerics.name: numerics for numerics in (HF, SERVING)}
 
 # Sums over an axis that ranks split are formed from this many partial sums, whatever the number of ranks is.
