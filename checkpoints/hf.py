@@ -1,0 +1,400 @@
+"""Hugging Face directories of Muse Spark: text weights into device arrays, and back.
+
+The bounded-memory rule of both directions: one tensor at a time is on the host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from checkpoints.shards import (
+    DTYPE_NAMES,
+    INDEX_FILE,
+    SINGLE_FILE,
+    WEIGHT_DTYPES,
+    CheckpointError,
+    OutgoingTensor,
+    StoredTensor,
+    open_directory,
+    read_json,
+    some,
+    write_json,
+    write_safetensors,
+)
+from muse_jax.config import ModelConfig
+from muse_jax.layout import TensorSpec, is_skipped, text_tensors
+
+CONFIG_FILE = "config.json"
+
+# Reads a slice of one parameter: a tuple of slices, leading axes first, in; an array of the parameter's dtype out.
+ReadSlice = Callable[[tuple[slice, ...]], np.ndarray]
+# Makes a parameter: put(spec, shape, dtype, read_slice) -> leaf.
+Put = Callable[[TensorSpec, tuple[int, ...], np.dtype, ReadSlice], Any]
+
+# A stack of experts may also be stored as one tensor per expert and projection (muse_spark.md section 2.3), which then
+# are the stack's last two axes, in the order of its leading ones.
+_EXPERT_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_PER_EXPERT = re.compile(r"(.+\.mlp\.experts)\.[0-9]+\.(?:gate|up|down)_proj\.weight")
+_QUANTISED = re.compile(r".+[._](?:qweight|qzeros|scales|g_idx|weight_packed|weight_scale|weight_scale_2|input_scale)")
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadReport:
+    """What a checkpoint holds and how much of it is text."""
+
+    num_tensors: int  # text parameters; a stack of experts is one, however it is stored
+    num_bytes: int  # of the text tensors in the files
+    num_skipped: int  # tensors of the vision and audio towers and other known ones that text does not need
+    skipped_bytes: int
+    dtypes: tuple[str, ...]  # of the text tensors in the files: "BF16", "F32" or both
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """A parameter in the files: a row-major grid of tensors, each holding the parameter's remaining axes."""
+
+    grid: tuple[int, ...]
+    parts: tuple[StoredTensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+def read_config(directory: str | os.PathLike) -> ModelConfig:
+    """The model of a checkpoint directory.
+
+    Raises:   CheckpointError if the directory or its config.json is missing or unreadable; ConfigError, also a
+              ValueError, if it describes a model that is not implemented.
+    """
+    return ModelConfig.from_hf(read_json(_existing(directory) / CONFIG_FILE))
+
+
+def checkpoint_dtype(config: ModelConfig) -> np.dtype:
+    """The dtype most of the checkpoint's tensors have, bf16 or fp32."""
+    return jnp.dtype(config.dtype)
+
+
+class CheckpointReader:
+    """The text tensors of a directory, all checked against the config before any of them is read.
+
+    Args:     directory: holds `model.safetensors`, or `model.safetensors.index.json` and its shards.
+              config: says which tensors there are and their shapes; BF16 and F32 are accepted for each.
+    Raises:   CheckpointError naming every kind of fault found: unreadable files, and missing, unknown, misshapen,
+              quantised or doubly stored tensors.
+    """
+
+    def __init__(self, directory: str | os.PathLike, config: ModelConfig) -> None:
+        directory = _existing(directory)
+        stored = open_directory(directory)
+        self.specs = text_tensors(config)
+        self.skipped = tuple(name for name in stored if is_skipped(name))
+        self._sources = _match(directory, self.specs, {name: stored[name] for name in stored.keys() - self.skipped})
+        parts = [part for source in self._sources.values() for part in source.parts]
+        self.report = LoadReport(
+            num_tensors=len(self.specs),
+            num_bytes=sum(part.nbytes for part in parts),
+            num_skipped=len(self.skipped),
+            skipped_bytes=sum(stored[name].nbytes for name in self.skipped),
+            dtypes=tuple(sorted({part.dtype for part in parts})),
+        )
+
+    def num_bytes(self, spec: TensorSpec) -> int:
+        """Bytes of the files that hold the parameter."""
+        return self._sources[spec.name].nbytes
+
+    def read(self, spec: TensorSpec, dtype: DTypeLike, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """Reads a slice of a parameter and no other bytes.
+
+        Args:     index: slices of step 1 into `spec.param_shape`, leading axes first; axes not given are whole.
+        Returns:  a new array of `dtype`, bf16 or fp32; fp32 in the file is rounded to nearest even for bf16.
+        Raises:   CheckpointError if a file changed since it was checked, or ends early.
+        """
+        source, shape = self._sources[spec.name], spec.param_shape
+        whole = (slice(None),) * (len(shape) - len(index))
+        bounds = [s.indices(size)[:2] for s, size in zip(index + whole, shape, strict=True)]
+        out = np.empty([stop - start for start, stop in bounds], dtype)
+        axes = len(source.grid)
+        for cell in np.ndindex(out.shape[:axes]):
+            position = tuple(start + i for (start, _), i in zip(bounds, cell, strict=False))
+            part = source.parts[np.ravel_multi_index(position, source.grid) if axes else 0]
+            part.read_into(out[cell], shape[axes:], bounds[axes:])
+        return out
+
+
+def load_text_params(
+    directory: str | os.PathLike,
+    config: ModelConfig,
+    *,
+    dtype: DTypeLike,
+    put: Put | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[dict[str, Any], LoadReport]:
+    """Loads the text decoder's parameters, one tensor at a time on the host.
+
+    Args:     dtype: bf16 or fp32, of the parameters; those that `TensorSpec.keep_fp32` names are fp32 in any case.
+              put: makes the array of a parameter, `put(spec, shape, dtype, read_slice)`; `read_slice(index)` reads a
+                  tuple of slices from the file. Default: whole, on the default device; see also `sharded_put`.
+              progress: called with (bytes done, bytes in all) of the files, before the first tensor and after each.
+    Returns:  a nested dict following `TensorSpec.path` (under "layers" by layer index), each leaf what `put` returned:
+              an array of `param_shape`; and what was found.
+    Raises:   CheckpointError; nothing is kept of what was loaded until then.
+    """
+    dtype = _weight_dtype(dtype)
+    put = put or _put_whole
+    reader = CheckpointReader(directory, config)
+    done, total = 0, reader.report.num_bytes
+    params: dict[str, Any] = {}
+    try:
+        if progress:
+            progress(done, total)
+        for spec in reader.specs:
+            leaf_dtype = np.dtype(np.float32) if spec.keep_fp32 else dtype
+            read_slice = functools.partial(reader.read, spec, leaf_dtype)
+            # Transfers run behind; waiting keeps the host from holding more than this tensor.
+            _insert(params, spec.path, jax.block_until_ready(put(spec, spec.param_shape, leaf_dtype, read_slice)))
+            done += reader.num_bytes(spec)
+            if progress:
+                progress(done, total)
+    except BaseException:
+        params.clear()  # whoever keeps the exception would keep this frame, and device memory with it
+        raise
+    return params, reader.report
+
+
+def sharded_put(shardings: Callable[[TensorSpec], jax.sharding.Sharding]) -> Put:
+    """A `put` for `load_text_params` that reads for each device of this process its own slice and no more."""
+
+    def put(spec: TensorSpec, shape: tuple[int, ...], dtype: np.dtype, read_slice: ReadSlice) -> jax.Array:
+        return jax.make_array_from_callback(shape, shardings(spec), read_slice, dtype=dtype)
+
+    return put
+
+
+def save_hf(
+    params: Mapping[str, Any],
+    config_json: dict[str, Any],
+    directory: str | os.PathLike,
+    *,
+    dtype: DTypeLike,
+    extra_tensors: Mapping[str, np.ndarray] | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Writes a directory that `load_text_params` and transformers load; a checkpoint already there is replaced.
+
+    An interrupted run leaves what was there before, or a directory without config.json, which nothing loads. Other
+    files of the directory (a tokenizer) are not touched.
+
+    Args:     params: nested dict of arrays as `load_text_params` returns it, of any floating dtype, sharded or not.
+              config_json: the content of config.json, stored as it is; its dtype must be `dtype`.
+              dtype: bf16 or fp32, of the text tensors; those that `TensorSpec.keep_fp32` names are fp32 in any case.
+              extra_tensors: weights of the towers by their names in the file, stored as they are.
+              max_shard_bytes: beyond this the tensors are split into several files, in the order of the layout.
+    Raises:   CheckpointError if params, extra_tensors or dtype do not fit the config; ConfigError; OSError.
+    """
+    dtype = _weight_dtype(dtype)
+    config = ModelConfig.from_hf(config_json)
+    if checkpoint_dtype(config) != dtype:
+        raise CheckpointError(f"config.json has dtype {config.dtype!r} but the tensors are to be stored as {dtype.name}")
+    tensors = [*_outgoing_text(params, config, dtype), *_outgoing_extra(extra_tensors or {})]
+    directory = Path(directory).resolve()  # through links, so that the temporary directory has the same file system
+    directory.mkdir(parents=True, exist_ok=True)
+    with _beside(directory) as partial:
+        write_json(partial / CONFIG_FILE, config_json)
+        shards = _split(tensors, max_shard_bytes)
+        for file, shard in shards.items():
+            write_safetensors(partial / file, shard)
+        if len(shards) > 1:
+            shard_of = {tensor.name: file for file, shard in shards.items() for tensor in shard}
+            total = sum(tensor.nbytes for tensor in tensors)
+            write_json(partial / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": shard_of})
+        _publish(partial, directory)
+
+
+def _existing(directory: str | os.PathLike) -> Path:
+    path = Path(directory)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: {'not a directory' if path.exists() else 'no such directory'}")
+    return path
+
+
+def _weight_dtype(dtype: DTypeLike) -> np.dtype:
+    dtype = jnp.dtype(dtype)
+    if dtype not in WEIGHT_DTYPES.values():
+        raise CheckpointError(f"dtype = {dtype.name}: allowed are bfloat16 and float32")
+    return dtype
+
+
+def _match(directory: Path, specs: tuple[TensorSpec, ...], stored: Mapping[str, StoredTensor]) -> dict[str, _Source]:
+    """Finds the tensors of each parameter, or raises one CheckpointError with everything that does not fit."""
+    if quantised := [name for name in stored if _QUANTISED.fullmatch(name)]:
+        raise CheckpointError(
+            f"{directory}: quantised weights are not supported ({some(quantised)}); expected BF16 or F32 tensors only"
+        )
+    per_expert = Counter(match[1] for name in stored if (match := _PER_EXPERT.fullmatch(name)))
+    sources: dict[str, _Source] = {}
+    missing: list[str] = []
+    misshapen: list[str] = []
+    mistyped: list[str] = []
+    used: set[str] = set()
+    for spec in specs:
+        prefix, _, stem = spec.name.rpartition(".")
+        grid: tuple[int, ...] = ()
+        names, shape = [spec.name], spec.shape
+        if per_expert[prefix] and stem in _EXPERT_PROJECTIONS:
+            if spec.name in stored:
+                raise CheckpointError(f"{directory}: {prefix} has both the stack {stem} and tensors for each expert")
+            grid, shape = spec.param_shape[:-2], spec.param_shape[-2:]
+            if per_expert[prefix] < grid[0]:  # also keeps a huge number of experts from becoming a list of names
+                raise CheckpointError(
+                    f"{directory}: {prefix} has {per_expert[prefix]} tensors for num_local_experts = {grid[0]}"
+                )
+            names = [
+                f"{prefix}.{expert}.{projection}.weight"
+                for expert, projection in itertools.product(range(grid[0]), _EXPERT_PROJECTIONS[stem])
+            ]
+        used.update(names)
+        found = {name: stored[name] for name in names if name in stored}
+        missing += [name for name in names if name not in found]
+        for name, part in found.items():
+            if part.shape != shape:
+                misshapen.append(f"{some([name])} is {list(part.shape)[:8]}, expected {list(shape)}")
+            if part.dtype not in WEIGHT_DTYPES:
+                mistyped.append(f"{some([name])} is {part.dtype}")
+        sources[spec.name] = _Source(grid, tuple(found.values()))
+    faults = []
+    if unknown := stored.keys() - used:
+        faults.append(f"{len(unknown)} unknown: {some(unknown)}")
+    if missing:
+        faults.append(f"{len(missing)} missing: {some(missing)}")
+    if misshapen:
+        faults.append(f"{len(misshapen)} with the wrong shape: {'; '.join(misshapen[:3])}")
+    if mistyped:
+        faults.append(f"{len(mistyped)} with a dtype other than {' and '.join(WEIGHT_DTYPES)}: {', '.join(mistyped[:3])}")
+    if faults:
+        raise CheckpointError(f"{directory}: text tensors do not fit config.json: {'; '.join(faults)}")
+    return sources
+
+
+def _put_whole(spec: TensorSpec, shape: tuple[int, ...], dtype: np.dtype, read_slice: ReadSlice) -> jax.Array:
+    return jax.device_put(read_slice(()))
+
+
+def _insert(tree: dict, path: tuple[str | int, ...], leaf: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = leaf
+
+
+def _leaves(tree: Mapping, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def _outgoing_text(params: Mapping[str, Any], config: ModelConfig, dtype: np.dtype) -> list[OutgoingTensor]:
+    leaves = dict(_leaves(params))
+    specs = text_tensors(config)
+    expected = {spec.path for spec in specs}
+    for fault, paths in (("missing", expected - leaves.keys()), ("unknown", leaves.keys() - expected)):
+        if paths:
+            raise CheckpointError(f"params: {len(paths)} {fault}: {some('/'.join(map(str, path)) for path in paths)}")
+    tensors = []
+    for spec in specs:
+        leaf, leaf_dtype = leaves[spec.path], np.dtype(np.float32) if spec.keep_fp32 else dtype
+        if leaf.shape != spec.param_shape:
+            path = "/".join(map(str, spec.path))
+            raise CheckpointError(f"params: {path} is {list(leaf.shape)}, expected {list(spec.param_shape)}")
+        tensors.append(OutgoingTensor(spec.name, leaf_dtype, spec.shape, functools.partial(_to_host, leaf, leaf_dtype)))
+    return tensors
+
+
+def _outgoing_extra(extra_tensors: Mapping[str, np.ndarray]) -> list[OutgoingTensor]:
+    if unknown := [name for name in extra_tensors if not is_skipped(name)]:
+        raise CheckpointError(f"extra_tensors: {some(unknown)} would be refused as unknown when loading")
+    tensors = []
+    for name, array in extra_tensors.items():
+        if array.dtype not in DTYPE_NAMES:
+            raise CheckpointError(
+                f"extra_tensors: {some([name])} is {array.dtype}: allowed are {some(map(str, DTYPE_NAMES), 99)}"
+            )
+        tensors.append(OutgoingTensor(name, array.dtype, array.shape, functools.partial(np.asarray, array)))
+    return tensors
+
+
+def _to_host(leaf: Any, dtype: np.dtype) -> np.ndarray:
+    if not isinstance(leaf, jax.Array):
+        return np.asarray(leaf).astype(dtype, copy=False)
+    if not leaf.is_fully_addressable:
+        raise CheckpointError("params: an array is spread over several processes; saving needs all of it in one")
+    # np.asarray leaves a host copy with the array it is given; a copy on the CPU takes that one with it when it goes.
+    cpu = jax.local_devices(backend="cpu")[0]
+    out = np.empty(leaf.shape, dtype)
+    for shard in leaf.addressable_shards:
+        if shard.replica_id == 0:
+            out[shard.index] = np.asarray(jax.device_put(shard.data, cpu))
+    return out
+
+
+def _split(tensors: list[OutgoingTensor], max_shard_bytes: int) -> dict[str, list[OutgoingTensor]]:
+    """Tensors by file name, filled in order; a tensor larger than the limit has a file to itself."""
+    shards: list[list[OutgoingTensor]] = []
+    room = 0
+    for tensor in tensors:
+        if not shards or tensor.nbytes > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(tensor)
+        room -= tensor.nbytes
+    if len(shards) == 1:
+        return {SINGLE_FILE: shards[0]}
+    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, start=1)}
+
+
+@contextlib.contextmanager
+def _beside(directory: Path) -> Iterator[Path]:
+    """A temporary directory on the same file system, so that its files can be moved into place."""
+    partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", suffix=".partial", dir=directory.parent))
+    try:
+        yield partial
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _publish(partial: Path, directory: Path) -> None:
+    """Moves a finished checkpoint into place; without config.json, which goes first and comes last, nothing loads."""
+    (directory / CONFIG_FILE).unlink(missing_ok=True)
+    _sync_directory(directory)
+    for old in (directory / SINGLE_FILE, directory / INDEX_FILE, *directory.glob("model-*-of-*.safetensors")):
+        old.unlink(missing_ok=True)
+    for new in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_FILE):
+        if new.name == CONFIG_FILE:
+            _sync_directory(directory)
+        os.replace(new, directory / new.name)
+    _sync_directory(directory)
+
+
+def _sync_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
