@@ -6,7 +6,8 @@ n // (N / K), scores, softmax and sums are fp32, and the result is [B, T, N, H] 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +20,18 @@ KEY_BLOCK = 1024  # keys of a block of a long prefix
 _HIDDEN = jnp.finfo(jnp.float32).min
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, scale: float, numerics: Numerics) -> jax.Array:
-    """softmax(scale q k^T) v over the visible keys. visible: [B or 1, T, S] bool."""
-    weights, _, total = _weights(q, k, visible, scale, numerics)
+Part = tuple[jax.Array, jax.Array, jax.Array]  # keys, values, and which keys are visible: [B or 1, T, S] bool
+
+
+def attend(q: jax.Array, parts: Sequence[Part], scale: float, numerics: Numerics) -> jax.Array:
+    """softmax(scale q k^T) v over the visible keys of all parts together."""
+    scores = [_scores(q, k, visible, scale, numerics) for k, _, visible in parts]
+    maximum = functools.reduce(jnp.maximum, (jnp.max(part, axis=-1, keepdims=True) for part in scores))
+    weights = [jnp.exp(part - maximum) for part in scores]
+    total = sum(jnp.sum(part, axis=-1, keepdims=True) for part in weights)
     if numerics.scores_rounded:
-        return _values(round_to(weights / total, v.dtype), v)
-    return _values(round_to(weights, v.dtype), v) / _per_query(total)
+        return sum(_values(part / total, v) for part, (_, v, _) in zip(weights, parts, strict=True))
+    return sum(_values(part, v) for part, (_, v, _) in zip(weights, parts, strict=True)) / _per_query(total)
 
 
 def attend_band(
@@ -52,7 +59,7 @@ def attend_band(
         offset = jnp.arange(keys)[None, :] - jnp.arange(queries)[:, None]  # 0: the oldest key of the window
         exists = jnp.arange(keys)[None, :] + start + first_position >= window - 1
         visible = (offset >= 0) & (offset < window) & exists
-        return attend(q_block, k_block, v_block, visible[None], scale, numerics)
+        return attend(q_block, [(k_block, v_block, visible[None])], scale, numerics)
 
     if num_queries <= QUERY_BLOCK:
         return block(q, jnp.int32(0))
@@ -67,7 +74,7 @@ def attend_causal(q: jax.Array, k: jax.Array, v: jax.Array, scale: float, numeri
 
     def block(q_block: jax.Array, start: jax.Array) -> jax.Array:
         visible = keys[None, :] <= start + jnp.arange(q_block.shape[1])[:, None]
-        return attend(q_block, k, v, visible[None], scale, numerics)
+        return attend(q_block, [(k, v, visible[None])], scale, numerics)
 
     if q.shape[1] <= 2 * QUERY_BLOCK:
         return block(q, jnp.int32(0))
@@ -85,15 +92,16 @@ def attend_prefix(
     """
     num_queries, slots = q.shape[1], k.shape[2]
     positions = first_position + jnp.arange(num_queries)
+
+    def whole(q_block: jax.Array, start: jax.Array | int) -> jax.Array:
+        queries = first_position + start + jnp.arange(q_block.shape[1])
+        visible = jnp.arange(slots)[None, :] <= queries[:, None]
+        return attend(q_block, [(k, v, visible[None])], scale, numerics)
+
     if slots <= KEY_BLOCK:
-        return attend(q, k, v, (jnp.arange(slots)[None, :] <= positions[:, None])[None], scale, numerics)
+        return whole(q, 0)
     if numerics.scores_rounded:
-
-        def block(q_block: jax.Array, start: jax.Array) -> jax.Array:
-            queries = first_position + start + jnp.arange(q_block.shape[1])
-            return attend(q_block, k, v, (jnp.arange(slots)[None, :] <= queries[:, None])[None], scale, numerics)
-
-        return _map_queries(block, q, min(16, num_queries))
+        return _map_queries(whole, q, min(16, num_queries))
 
     def step(i: jax.Array, carry: tuple) -> tuple:
         # The last block may overlap its predecessor (slices stay in bounds); overlapped slots are hidden.
@@ -102,9 +110,13 @@ def attend_prefix(
         visible = (keys[None, :] <= positions[:, None]) & (keys >= i * KEY_BLOCK)[None, :]
         k_block = lax.dynamic_slice_in_dim(k, begin, KEY_BLOCK, axis=2)
         v_block = lax.dynamic_slice_in_dim(v, begin, KEY_BLOCK, axis=2)
-        weights, maximum, total = _weights(q, k_block, visible[None], scale, numerics)
-        output = _values(round_to(weights, v.dtype), v_block)
-        return _merge(carry, (output, maximum, total))
+        scores = _scores(q, k_block, visible[None], scale, numerics)
+        output, maximum, total = carry
+        new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1, keepdims=True))
+        weights = jnp.exp(scores - new_maximum)
+        rescale = jnp.exp(maximum - new_maximum)
+        output = output * _per_query(rescale) + _values(weights, v_block)
+        return output, new_maximum, total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
 
     batch, _, heads, head_dim = q.shape
     rows = (batch, k.shape[1], heads // k.shape[1], num_queries, 1)
@@ -118,45 +130,41 @@ def attend_prefix(
     return output / _per_query(total)
 
 
-def _weights(
-    q: jax.Array, k: jax.Array, visible: jax.Array, scale: float, numerics: Numerics
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """exp(score - maximum) [B, K, G, T, S], the maximum and the sum over S [B, K, G, T, 1], for G query heads per KV head."""
+def _scores(q: jax.Array, k: jax.Array, visible: jax.Array, scale: float, numerics: Numerics) -> jax.Array:
+    """[B, K, G, T, S] fp32 for G query heads per KV head; very low where a key is hidden.
+
+    exp(score - maximum) of a hidden key is 0 for every query that sees a key; others (padding) get garbage, not NaN.
+    """
     batch, num_queries, heads, head_dim = q.shape
-    groups = heads // k.shape[1]
-    q = q.reshape(batch, num_queries, k.shape[1], groups, head_dim)
-    scores = jnp.einsum("btkgh,bksh->bkgts", q, k, precision="highest", preferred_element_type=jnp.float32)
+    kv_heads, num_keys = k.shape[1:3]
+    groups = heads // kv_heads
+    # The query heads of a KV head are rows of one GEMM (several times faster on a CPU than an axis of their own).
+    q = q.reshape(batch, num_queries, kv_heads, groups, head_dim).transpose(0, 2, 3, 1, 4)
+    q = q.reshape(batch, kv_heads, groups * num_queries, head_dim)
+    scores = jnp.einsum("bkmh,bksh->bkms", q, k, precision="highest", preferred_element_type=jnp.float32)
+    scores = scores.reshape(batch, kv_heads, groups, num_queries, num_keys)
     if numerics.scores_rounded:
         scores = fp32(round_to(fp32(round_to(scores, q.dtype)) * scale, q.dtype))
     else:
         scores = scores * scale
-    visible = visible[:, None, None, :, :]
-    scores = jnp.where(visible, scores, _HIDDEN)
-    maximum = jnp.max(scores, axis=-1, keepdims=True)
-    # A query that sees nothing (padding) has weight 0 everywhere, not 1.
-    weights = jnp.where(visible, jnp.exp(scores - maximum), 0.0)
-    return weights, maximum, jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    # One [B, T, S] addend for all heads, held back from being recomputed in each fusion that reads the scores.
+    mask = lax.optimization_barrier(jnp.where(visible, 0.0, _HIDDEN))
+    return scores + mask[:, None, None, :, :]
 
 
 def _values(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """[B, K, G, T, S] x [B, K, S, H] -> [B, T, N, H] fp32."""
-    out = jnp.einsum("bkgts,bksh->btkgh", weights, v, precision="highest", preferred_element_type=jnp.float32)
-    batch, num_queries, kv_heads, groups, head_dim = out.shape
-    return out.reshape(batch, num_queries, kv_heads * groups, head_dim)
+    """[B, K, G, T, S] fp32, rounded here, x [B, K, S, H] -> [B, T, N, H] fp32."""
+    batch, kv_heads, groups, num_queries, num_keys = weights.shape
+    weights = round_to(weights, v.dtype).reshape(batch, kv_heads, groups * num_queries, num_keys)
+    out = jnp.einsum("bkms,bksh->bkmh", weights, v, precision="highest", preferred_element_type=jnp.float32)
+    out = out.reshape(batch, kv_heads, groups, num_queries, -1).transpose(0, 3, 1, 2, 4)
+    return out.reshape(batch, num_queries, kv_heads * groups, -1)
 
 
 def _per_query(x: jax.Array) -> jax.Array:
     """[B, K, G, T, 1] -> [B, T, N, 1]."""
     batch, kv_heads, groups, num_queries, _ = x.shape
     return x.transpose(0, 3, 1, 2, 4).reshape(batch, num_queries, kv_heads * groups, 1)
-
-
-def _merge(left: tuple, right: tuple) -> tuple:
-    """Two (output, maximum, total) over disjoint keys, not yet divided, as one."""
-    maximum = jnp.maximum(left[1], right[1])
-    scale_left, scale_right = jnp.exp(left[1] - maximum), jnp.exp(right[1] - maximum)
-    output = left[0] * _per_query(scale_left) + right[0] * _per_query(scale_right)
-    return output, maximum, left[2] * scale_left + right[2] * scale_right
 
 
 def _map_queries(block: Callable[[jax.Array, jax.Array], jax.Array], q: jax.Array, size: int) -> jax.Array:

@@ -129,47 +129,55 @@ class PrefillContext:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["start", "positions", "ring_visible", "linear_visible"],
+    data_fields=["start", "positions", "ring_visible", "linear_visible", "rows_in_window", "rows_visible"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeContext:
-    """T rows per sequence after its `start` committed positions; row t goes to slot start + t."""
+    """T rows per sequence after its `start` committed positions; row t goes to slot start + t.
+
+    The masks say what each row sees: committed keys in the ring and in the linear cache, and rows of this step in sliding
+    and in global layers.
+    """
 
     start: jax.Array  # [B] int32
     positions: jax.Array  # [B, T] int32
     ring_visible: jax.Array  # [B, T, ring slots] bool
     linear_visible: jax.Array  # [B, T, slots] bool
+    rows_in_window: jax.Array  # [B, T, T] bool
+    rows_visible: jax.Array  # [B, T, T] bool
 
     @classmethod
     def create(cls, cache: KVCache, start: jax.Array, num_rows: int, config: ModelConfig) -> DecodeContext:
         """start: [B], the number of committed positions; rows are consecutive."""
         rows = jnp.arange(num_rows, dtype=jnp.int32)
         positions = start[:, None] + rows[None, :]
-        causal = jnp.broadcast_to(rows[None, :] <= rows[:, None], (start.shape[0], num_rows, num_rows))
-
-        window = config.sliding_window or 1
-        oldest = positions - window + 1  # [B, T]
-        in_window = causal & (positions[:, None, :] >= oldest[:, :, None])
-        ring = cache.ring_positions
-        capacity = ring.shape[1]
-        row_of_slot = (jnp.arange(capacity)[None, :] - start[:, None]) % capacity
-        old = (ring >= 0) & (ring < start[:, None])
-        old_visible = old[:, None, :] & (ring[:, None, :] >= oldest[:, :, None])
-        ring_visible = _choose(row_of_slot, in_window, old_visible)
-
-        global_layers = [pair for i, pair in enumerate(cache.layers) if config.window(i) is None]
-        slots = global_layers[0][0].shape[2] if global_layers else 1
-        row_of_slot = jnp.arange(slots)[None, :] - start[:, None]
-        committed = jnp.broadcast_to(row_of_slot[:, None, :] < 0, (start.shape[0], num_rows, slots))
-        return cls(start, positions, ring_visible, _choose(row_of_slot, causal, committed))
+        oldest = positions[:, :, None] - (config.sliding_window or 1) + 1  # position a sliding layer still sees
+        ring = cache.ring_positions[:, None, :]
+        ring_visible = (ring >= jnp.maximum(oldest, 0)) & (ring < start[:, None, None])
+        global_slots = [keys.shape[2] for i, (keys, _) in enumerate(cache.layers) if config.window(i) is None]
+        slots = jnp.arange(global_slots[0] if global_slots else 0)[None, None, :]
+        shape = (start.shape[0], num_rows, num_rows)
+        rows_visible = jnp.broadcast_to(rows[None, None, :] <= rows[None, :, None], shape)
+        return cls(
+            start=start,
+            positions=positions,
+            ring_visible=ring_visible,
+            linear_visible=jnp.broadcast_to(slots < start[:, None, None], (*shape[:2], slots.shape[2])),
+            rows_in_window=rows_visible & (positions[:, None, :] >= oldest),
+            rows_visible=rows_visible,
+        )
 
     def attend(self, q, k, v, cache: KV, window: int | None, scale: float, numerics: Numerics):
-        """Writes the rows and attends to the cache. Arguments and result as in PrefillContext; every row is real."""
-        capacity = None if window is None else cache[0].shape[2]
-        cache = tuple(write_rows(c, _heads_first(x), self.start, capacity) for c, x in zip(cache, (k, v), strict=True))
-        visible = self.linear_visible if window is None else self.ring_visible
-        return attend(q, *cache, visible, scale, numerics), cache
+        """Attends to the cache and the rows, and writes the rows. Arguments and result as in PrefillContext."""
+        k, v = _heads_first(k), _heads_first(v)
+        if window is None:
+            ring, old_visible, rows_visible = None, self.linear_visible, self.rows_visible
+        else:
+            ring, old_visible, rows_visible = cache[0].shape[2], self.ring_visible, self.rows_in_window
+        out = attend(q, [(*cache, old_visible), (k, v, rows_visible)], scale, numerics)
+        start = _after(self.start, out)
+        return out, tuple(write_rows(c, x, start, ring) for c, x in zip(cache, (k, v), strict=True))
 
     def ring_positions(self, old: jax.Array) -> jax.Array:
         """Positions the ring holds after these rows, [B, ring slots]."""
@@ -177,12 +185,13 @@ class DecodeContext:
         return jnp.where(row < self.positions.shape[1], self.start[:, None] + row, old)
 
 
-def _choose(row_of_slot: jax.Array, rows_visible: jax.Array, old_visible: jax.Array) -> jax.Array:
-    """[B, T, slots]: `rows_visible` [B, T, T] in slots that hold rows of this step, `old_visible` in the others."""
-    num_rows = rows_visible.shape[-1]
-    is_row = (row_of_slot >= 0) & (row_of_slot < num_rows)
-    index = jnp.clip(row_of_slot, 0, num_rows - 1)[:, None, :]
-    return jnp.where(is_row[:, None, :], jnp.take_along_axis(rows_visible, index, axis=2), old_visible)
+def _after(start: jax.Array, out: jax.Array) -> jax.Array:
+    """`start` [B], computed from the attention output, so that the write waits for the last read of the old cache.
+
+    Only a dependency in the data makes XLA for CPU write in place: with none, or with an optimization barrier, it copies the
+    whole cache first. One value per sequence is enough; a NaN among them changes nothing that is not already lost.
+    """
+    return start + jnp.isnan(out[:, 0, 0, 0]).astype(jnp.int32)
 
 
 def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array, ring: int | None) -> jax.Array:

@@ -81,7 +81,8 @@ class Attention(nnx.Module):
         out = step(ops.rms(step(out), config.rms_norm_eps))
         gated = round_to(out * step(jax.nn.sigmoid(fp32(gate))), dtype)
         gated = gated.reshape(*x.shape[:2], config.q_size)
-        return ops.k_split_linear(gated, self.o_proj[...], numerics, dtype), cache
+        out = ops.linear(gated, self.o_proj[...])
+        return round_to(out, dtype) if numerics.branch_rounded else out, cache
 
     def _heads(self, x: jax.Array, weight: nnx.Param) -> jax.Array:
         """[B, T, D] -> [B, T, heads, H], rounded."""
@@ -145,7 +146,8 @@ class DenseMLP(nnx.Module):
         """x: [B, T, D], normed. Returns [B, T, D]."""
         gate, up = ops.linear(x, self.gate_proj[...]), ops.linear(x, self.up_proj[...])
         hidden = ops.swiglu(gate, up, self.numerics, self.dtype)
-        return ops.k_split_linear(hidden, self.down_proj[...], self.numerics, self.dtype)
+        out = ops.linear(hidden, self.down_proj[...])
+        return round_to(out, self.dtype) if self.numerics.branch_rounded else out
 
 
 class DecoderLayer(nnx.Module):

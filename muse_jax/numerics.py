@@ -31,7 +31,7 @@ class Numerics:
     scores_rounded: bool  # q k^T, and again after the scale
     out_gate_steps_rounded: bool  # attention output, its norm, sigmoid and their product; else the product alone
     swiglu_steps_rounded: bool  # gate, up and silu(gate); else the product alone, from fp32 accumulators
-    k_split_rounded: bool  # o_proj and dense down_proj: one rounded sum; else K_SPLIT fp32 partial sums in order
+    branch_rounded: bool  # outputs of o_proj and of the dense down_proj; else fp32 into the post-norm
     logits_rounded: bool  # lm_head output, multiplier, division, tanh, cap: each; else fp32
 
 
@@ -40,9 +40,6 @@ _EVERY_POINT = {field.name: True for field in dataclasses.fields(Numerics) if fi
 HF = Numerics(name="hf", **_EVERY_POINT)
 SERVING = Numerics(name="serving", **dict.fromkeys(_EVERY_POINT, False))
 NUMERICS = {numerics.name: numerics for numerics in (HF, SERVING)}
-
-# Sums over an axis that ranks split are formed from this many partial sums, whatever the number of ranks is.
-K_SPLIT = 8
 
 
 def round_to(x: jax.Array, dtype: jnp.dtype) -> jax.Array:

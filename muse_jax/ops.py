@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from muse_jax.config import RESIDUAL_GATE_FLOOR, ROUTER_RENORM_EPS
-from muse_jax.numerics import K_SPLIT, Numerics, fp32, round_to
+from muse_jax.numerics import Numerics, fp32, round_to
 
 # ---------------------------------------------------------------------------------------------------------------- GEMMs
 
@@ -26,24 +26,6 @@ def linear(x: jax.Array, weight_oi: jax.Array) -> jax.Array:
     # HIGHEST: float32 operands may otherwise go through TF32 on a GPU. It changes nothing for bfloat16.
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     return lax.dot_general(x, weight_oi, contract, lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-
-
-def k_split_linear(x: jax.Array, weight_oi: jax.Array, numerics: Numerics, dtype: jnp.dtype) -> jax.Array:
-    """x W^T for matrices whose input axis ranks split (o_proj, dense down_proj).
-
-    Args:     x: [B, T, in].  weight_oi: [out, in], same dtype.
-    Returns:  [B, T, out]: rounded to `dtype` as one sum, or fp32 as K_SPLIT partial sums added in order (DESIGN 5).
-    """
-    if numerics.k_split_rounded:
-        return round_to(linear(x, weight_oi), dtype)
-    inputs = x.shape[-1]
-    if inputs % K_SPLIT:  # no rank split exists for such a size, so there is no order to keep
-        return linear(x, weight_oi)
-    part = inputs // K_SPLIT
-    total = linear(x[..., :part], weight_oi[:, :part])
-    for i in range(1, K_SPLIT):
-        total = total + linear(x[..., i * part : (i + 1) * part], weight_oi[:, i * part : (i + 1) * part])
-    return total
 
 
 # ---------------------------------------------------------------------------------------------------------------- norms
@@ -182,8 +164,9 @@ def experts(x: jax.Array, idx: jax.Array, gate_up: jax.Array, down: jax.Array, n
     def one_block(x_block: jax.Array, expert: jax.Array) -> jax.Array:
         gate_up_e = lax.dynamic_index_in_dim(gate_up, expert, keepdims=False)
         down_e = lax.dynamic_index_in_dim(down, expert, keepdims=False)
-        hidden = swiglu(linear(x_block, gate_up_e[0]), linear(x_block, gate_up_e[1]), numerics, dtype)
-        return round_to(linear(hidden, down_e), dtype)
+        gate_up_rows = linear(x_block, gate_up_e.reshape(-1, gate_up_e.shape[-1]))
+        gate, up = jnp.split(gate_up_rows, 2, axis=-1)
+        return round_to(linear(swiglu(gate, up, numerics, dtype), down_e), dtype)
 
     if rows == 1:  # one token: its experts are distinct, there is nothing to sort
         out = [one_block(x, idx[0, k]) for k in range(top_k)]

@@ -1,0 +1,326 @@
+"""What users hold: `load` a checkpoint, then `prefill`, `decode`, `generate` and `logits`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from muse_jax import decoding, sharding
+from muse_jax.backends import resolve_backend
+from muse_jax.config import ModelConfig
+from muse_jax.decoding import DecodeState, Model, StepOutput
+from muse_jax.model import MuseSpark
+from muse_jax.numerics import NUMERICS
+from muse_jax.sampling import SamplingParams
+from muse_jax.tokenizer import StreamDecoder, Tokenizer
+
+_SLOT_STEP = 256  # cache sizes are multiples of it, so that requests of similar length share a compiled step
+_MIN_CHUNK = 16
+_DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
+
+Tokens = Sequence[Sequence[int]] | np.ndarray | jax.Array
+
+
+def load(
+    path: str | Path,
+    *,
+    mesh: Mesh | None = None,
+    backend: str = "auto",
+    numerics: str = "serving",
+    dtype: str | None = None,
+    max_length: int | None = None,
+    tree_size: int = 16,
+    prefill_chunk: int = 512,
+    progress: Callable[[int, int], None] | None = None,
+) -> Muse:
+    """Loads a checkpoint directory in HF layout, straight into device arrays.
+
+    Args:
+      path: directory with config.json, safetensors and, for text, tokenizer.json.
+      mesh: devices to shard over (`muse_jax.sharding.make_mesh`); None: the default device.
+      backend: "auto" or "xla".
+      numerics: "serving", or "hf" to round where transformers does.
+      dtype: "bfloat16" or "float32"; None: the checkpoint's on a GPU, float32 on a CPU (XLA for CPU widens bf16 weights
+        at every step).
+      max_length: most positions of prompt and answer together; None: the config's max_position_embeddings.
+      tree_size: rows of a step that the caches have room for.
+      prefill_chunk: most prompt tokens in one dispatch; bounds the memory that prefill needs.
+      progress: called with (bytes done, bytes in all) while loading.
+    Raises: ValueError (its subclasses included) with one line for anything wrong with arguments or files.
+    """
+    from checkpoints import hf  # the one import of this package from here; see DESIGN section 2
+
+    backend = resolve_backend(backend)
+    if numerics not in NUMERICS:
+        raise ValueError(f"numerics = {numerics!r}: allowed are {', '.join(map(repr, NUMERICS))}")
+    for name, value in (("tree_size", tree_size), ("prefill_chunk", prefill_chunk)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} = {value!r}: expected an integer above 0")
+    if mesh is not None:
+        sharding.check_mesh(mesh)
+    config = hf.read_config(path)
+    if max_length is None:
+        max_length = config.max_position_embeddings
+    elif isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 2:
+        raise ValueError(f"max_length = {max_length!r}: expected an integer above 1")
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    if dtype is None:
+        dtype = "float32" if platform == "cpu" else config.dtype
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype = {dtype!r}: allowed are {', '.join(map(repr, _DTYPES))}")
+    has_tokenizer = (Path(path) / "tokenizer.json").exists()
+    tokenizer = Tokenizer.from_directory(path) if has_tokenizer else None
+
+    put = None
+    if mesh is not None:
+        put = hf.sharded_put(functools.partial(sharding.param_sharding, config=config, mesh=mesh))
+    params, _ = hf.load_text_params(path, config, dtype=_DTYPES[dtype], put=put, progress=progress)
+    module = abstract_module(config, numerics, dtype)
+    valid_vocab = config.vocab_size if tokenizer is None else min(config.vocab_size, tokenizer.vocab_size)
+    model = Model.create(module, params, tree_size=tree_size, valid_vocab=valid_vocab)
+    return Muse(model, config, tokenizer, mesh, backend, max_length, prefill_chunk)
+
+
+def abstract_module(config: ModelConfig, numerics: str, dtype: str) -> MuseSpark:
+    """The module tree with shapes in place of arrays."""
+    make = functools.partial(MuseSpark, config, numerics=NUMERICS[numerics], dtype=jnp.dtype(_DTYPES[dtype]))
+    return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
+
+
+@dataclasses.dataclass
+class Muse:
+    """A loaded checkpoint. `model` is the pytree that `muse_jax.decode` takes; `tokenizer` is None if there was none."""
+
+    model: Model
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    mesh: Mesh | None
+    backend: str
+    max_length: int
+    prefill_chunk: int
+
+    def __post_init__(self) -> None:
+        self._logits = jax.jit(decoding.full_logits)
+        self._prefill_chunk = jax.jit(decoding.prefill_chunk, donate_argnames=("cache", "last"))
+        self._first_token = jax.jit(decoding.first_token, donate_argnames="cache")
+        self._decode = jax.jit(decoding.decode, donate_argnames="state")
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text: those of generation_config.json, else of config.json."""
+        return self.config.eos_token_ids if self.tokenizer is None else self.tokenizer.stop_token_ids
+
+    def logits(self, tokens: Tokens, lengths: Sequence[int] | None = None) -> jax.Array:
+        """Logits of whole sequences, without a cache.
+
+        Args:     tokens: list of lists, or a right-padded array [B, T] with `lengths`.
+        Returns:  [B, T, V] fp32, T the longest length; rows past the end of a shorter sequence mean nothing.
+        Raises:   ValueError for an empty sequence or a token outside the vocabulary.
+        """
+        padded, lengths = self._check_tokens(tokens, lengths)
+        longest = int(lengths.max())
+        # Padded to a power of two, so that sequences of similar length share a compiled forward pass.
+        padded = np.pad(padded[:, :longest], ((0, 0), (0, _power_of_two(longest) - longest)))
+        return self._logits(self.model, self._put(padded))[:, :longest]
+
+    def prefill(
+        self,
+        tokens: Tokens,
+        lengths: Sequence[int] | None = None,
+        *,
+        seed: int | Sequence[int] = 0,
+        max_new_tokens: int | Sequence[int] = 256,
+        temperature: float | Sequence[float] = 0.0,
+        top_k: int | Sequence[int] = 0,
+        top_p: float | Sequence[float] = 1.0,
+        min_p: float | Sequence[float] = 0.0,
+        stop_token_ids: Sequence[int] | None = None,
+    ) -> tuple[DecodeState, StepOutput]:
+        """Reads the prompts and chooses each one's first token.
+
+        Args:
+          tokens: list of lists, or a right-padded array [B, T] with `lengths`.
+          seed: of the noise; row b of the batch uses seed + b unless a list gives one per row.
+          max_new_tokens: tokens to emit at most, the first one included; one number or one per row.
+          temperature, top_k, top_p, min_p: as in `SamplingParams`; one number or one per row.
+          stop_token_ids: None: those of the checkpoint.
+        Returns:  the state for `muse_jax.decode`, and the output that holds the first tokens.
+        Raises:   ValueError for an argument out of range, or when prompt and answer do not fit max_length.
+        """
+        padded, lengths = self._check_tokens(tokens, lengths)
+        batch = len(lengths)
+        budget = np.asarray(max_new_tokens)
+        if budget.dtype.kind not in "iu" or budget.shape not in ((), (batch,)) or (budget < 1).any():
+            raise ValueError(f"max_new_tokens = {max_new_tokens!r}: expected an integer above 0, or one per row")
+        budget = np.broadcast_to(budget, (batch,))
+        longest = int((lengths + budget).max())
+        if longest > self.max_length:
+            row = int((lengths + budget).argmax())
+            raise ValueError(
+                f"prompt of {lengths[row]} tokens + max_new_tokens of {budget[row]} = {longest}: "
+                f"max_length is {self.max_length}"
+            )
+        sampling = SamplingParams.create(batch, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+        stops = np.asarray(self.stop_token_ids if stop_token_ids is None else stop_token_ids, np.int32).reshape(-1)
+
+        chunk = min(self.prefill_chunk, max(_MIN_CHUNK, _power_of_two(int(lengths.max()))))
+        padded = np.pad(padded, ((0, 0), (0, -padded.shape[1] % chunk)))
+        # The last chunk may reach past the prompts, and rows of the last step past the answers.
+        slots = max(padded.shape[1], longest + self.model.tree_size)
+        cache = self._empty_cache(batch, slots + -slots % _SLOT_STEP)
+        device_lengths = self._put(lengths)
+        last = self._put(np.zeros((batch, self.config.hidden_size), self._stream_dtype()))
+        for start in range(0, padded.shape[1], chunk):
+            rows = self._put(padded[:, start : start + chunk])
+            cache, last = self._prefill_chunk(self.model, cache, last, rows, self._put(np.int32(start)), device_lengths)
+        return self._first_token(
+            self.model, cache, last, device_lengths, self._put(budget.astype(np.int32)), self._put(stops), self._put(sampling)
+        )
+
+    def decode(self, state: DecodeState) -> tuple[DecodeState, StepOutput]:
+        """`muse_jax.decode`, jitted, with this model. The given state cannot be used again."""
+        return self._decode(self.model, state)
+
+    def generate(self, prompt: str | Sequence[int], **settings: Any) -> Generation:
+        """Writes a continuation of one prompt.
+
+        Args:     prompt: text, or token ids.  settings: those of `prefill`.
+        Returns:  an iterator of pieces of text; it also collects tokens, finish reason and times.
+        Raises:   ValueError if there is no tokenizer, or as `prefill` does.
+        """
+        if self.tokenizer is None:
+            raise ValueError("this checkpoint has no tokenizer.json: use prefill and decode with token ids")
+        tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        return Generation(self, tokens, settings)
+
+    def _check_tokens(self, tokens: Tokens, lengths: Sequence[int] | None) -> tuple[np.ndarray, np.ndarray]:
+        """Right-padded [B, T] int32 and lengths [B] int32, checked."""
+        if isinstance(tokens, (np.ndarray, jax.Array)):
+            padded = np.asarray(tokens)
+            if padded.ndim != 2 or padded.dtype.kind not in "iu":
+                raise ValueError(f"tokens has shape {padded.shape} and dtype {padded.dtype}: expected integers [B, T]")
+            lengths = np.full(len(padded), padded.shape[1]) if lengths is None else np.asarray(lengths)
+            if lengths.shape != (len(padded),) or lengths.dtype.kind not in "iu" or (lengths > padded.shape[1]).any():
+                raise ValueError(f"lengths = {lengths.tolist()}: expected one integer up to {padded.shape[1]} per row")
+        else:
+            if lengths is not None:
+                raise ValueError("lengths goes with a padded array, not with a list of lists")
+            rows = [np.asarray(row) for row in tokens]
+            for row in rows:
+                if row.ndim != 1 or (row.size and row.dtype.kind not in "iu"):
+                    raise ValueError("tokens: expected a list of lists of integers")
+            lengths = np.asarray([len(row) for row in rows])
+            padded = np.zeros((len(rows), max(lengths, default=0)), np.int64)
+            for out, row in zip(padded, rows, strict=True):
+                out[: len(row)] = row
+        if len(lengths) == 0 or (lengths < 1).any():
+            raise ValueError("tokens: every sequence needs at least one token, and there must be a sequence")
+        inside = np.arange(padded.shape[1])[None, :] < lengths[:, None]
+        wrong = inside & ((padded < 0) | (padded >= self.config.vocab_size))
+        if wrong.any():
+            raise ValueError(f"token {padded[wrong][0]}: expected ids from 0 to {self.config.vocab_size - 1}")
+        return np.where(inside, padded, 0).astype(np.int32), lengths.astype(np.int32)
+
+    def _put(self, tree: Any) -> Any:
+        """To the device, or to every device of the mesh."""
+        return jax.device_put(tree, None if self.mesh is None else sharding.replicated(self.mesh))
+
+    @functools.cached_property
+    def _empty_cache(self) -> Callable:
+        where = None
+        if self.mesh is not None:
+            layer = sharding.cache_sharding(self.config, self.mesh)
+            pairs = [(layer, layer)] * self.config.num_hidden_layers
+            where = decoding.KVCache(pairs, sharding.replicated(self.mesh))
+        make = functools.partial(decoding.empty_cache, self._abstract_model)
+        return jax.jit(make, static_argnums=(0, 1), out_shardings=where)
+
+    @property
+    def _abstract_model(self) -> Model:
+        """The model without its arrays: a function of shapes must not keep them alive."""
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.model.params)
+        return dataclasses.replace(self.model, params=shapes)
+
+    def _stream_dtype(self) -> Any:
+        module = self.model.module
+        return module.dtype if module.numerics.stream_rounded else jnp.float32
+
+
+class Generation:
+    """One answer while it is being written: iterate for its text.
+
+    tokens: ids emitted so far, the stop token included.  finish_reason: None until the end, then "stop" or "length".
+    prompt_tokens; seconds_prefill, until the first token was there; seconds_decode, of all further ones.
+    """
+
+    def __init__(self, muse: Muse, prompt: list[int], settings: dict[str, Any]):
+        self.prompt_tokens = len(prompt)
+        self.tokens: list[int] = []
+        self.finish_reason: str | None = None
+        self.seconds_prefill = self.seconds_decode = 0.0
+        stops = settings.get("stop_token_ids")
+        self._stops = muse.stop_token_ids if stops is None else tuple(stops)
+        self._muse = muse
+        self._decoder = StreamDecoder(muse.tokenizer)
+        self._began = time.perf_counter()
+        self._state, self._out = muse.prefill([prompt], **settings)
+        self._text = self._run()
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of the tokens after the first one; None if there is none."""
+        later = len(self.tokens) - 1
+        return later / self.seconds_decode if later > 0 and self.seconds_decode > 0 else None
+
+    def __iter__(self) -> Iterator[str]:
+        return self._text
+
+    def __next__(self) -> str:
+        return next(self._text)
+
+    def _run(self) -> Iterator[str]:
+        done = self._take(self._out)
+        self.seconds_prefill = time.perf_counter() - self._began
+        piece = self._decoder.push(self.tokens)
+        if piece:
+            yield piece
+        # The next step is dispatched before this one's token is read, so that the device does not wait for the host.
+        began = time.perf_counter()
+        pending = None if done else self._step()
+        while not done:
+            out, pending = pending, self._step()
+            before = len(self.tokens)
+            done = self._take(out)
+            self.seconds_decode = time.perf_counter() - began
+            piece = self._decoder.push(self.tokens[before:])
+            if piece:
+                yield piece
+        self._state = None
+        self.finish_reason = "stop" if self.tokens[-1] in self._stops else "length"
+        piece = self._decoder.flush()
+        if piece:
+            yield piece
+
+    def _step(self) -> StepOutput:
+        self._state, out = self._muse.decode(self._state)
+        return out
+
+    def _take(self, out: StepOutput) -> bool:
+        """Reads a step's output (this waits for the device). Returns whether the text is finished."""
+        count, tokens, done = jax.device_get((out.count, out.tokens, out.done))
+        self.tokens.extend(tokens[0, : count[0]].tolist())
+        return bool(done[0])
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
