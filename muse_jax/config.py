@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
-import math
+import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 
@@ -31,6 +29,8 @@ ROUTER_RENORM_EPS = 1e-15
 
 _NUM_LAYERS = 62
 _MAX_SIZE = 2**31 - 1
+# Far above any model; they keep a hostile file from asking for tables of billions of entries.
+_MAX_OF = {"num_hidden_layers": 4096, "num_local_experts": 65_536}
 
 
 def _is_global(layer_idx: int, num_layers: int) -> bool:
@@ -102,19 +102,6 @@ class ModelConfig:
         return self.sliding_window if self.layer_types[layer_idx] == AttentionKind.SLIDING else None
 
     @classmethod
-    def from_file(cls, path: str | Path) -> ModelConfig:
-        """Reads a `config.json` (or the directory that holds one). Raises ConfigError."""
-        path = Path(path)
-        path = path / "config.json" if path.is_dir() else path
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(f"{path}: no such file") from None
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-            raise ConfigError(f"{path}: not readable as JSON ({error})") from None
-        return cls.from_hf(raw)
-
-    @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Reads a parsed `config.json`: the nested `muse_spark` form or a bare `muse_spark_text`.
 
@@ -127,9 +114,9 @@ class ModelConfig:
         if model_type == "muse_spark":
             text = raw.get("text_config")
             if not isinstance(text, Mapping):
-                raise ConfigError(f"text_config = {text!r}: expected an object holding the text decoder's fields")
+                raise ConfigError(f"text_config = {_shown(text)}: expected an object holding the text decoder's fields")
             if text.get("model_type", "muse_spark_text") != "muse_spark_text":
-                raise ConfigError(f"text_config.model_type = {text['model_type']!r}: only 'muse_spark_text' is supported")
+                raise ConfigError(f"text_config.model_type = {_shown(text['model_type'])}: only 'muse_spark_text' is supported")
             placeholders = tuple(
                 _integer(raw, f"{kind}_token_id", default, minimum=0)
                 for kind, default in (("image", 200_092), ("video", 200_091), ("audio", 200_038))
@@ -137,7 +124,7 @@ class ModelConfig:
         elif model_type == "muse_spark_text":
             text, placeholders = raw, ()
         else:
-            raise ConfigError(f"model_type = {model_type!r}: only 'muse_spark' and 'muse_spark_text' are supported")
+            raise ConfigError(f"model_type = {_shown(model_type)}: only 'muse_spark' and 'muse_spark_text' are supported")
         for holder in (raw, text):
             if holder.get("quantization_config") is not None:
                 raise ConfigError("quantization_config is set: quantised checkpoints are not supported by this version")
@@ -177,17 +164,27 @@ _FLOATS = (
 )  # fmt: skip
 
 
+def _shown(value: Any) -> str:
+    """A value of the file as a message may show it: short, on one line."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        return f"a {type(value).__name__}"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def _integer(raw: Mapping[str, Any], field: str, default: int, minimum: int) -> int:
     value = raw.get(field, default)
-    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= _MAX_SIZE:
-        raise ConfigError(f"{field} = {value!r}: expected an integer from {minimum} to {_MAX_SIZE}")
+    maximum = _MAX_OF.get(field, _MAX_SIZE)
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+        raise ConfigError(f"{field} = {_shown(value)}: expected an integer from {minimum} to {maximum}")
     return value
 
 
 def _number(raw: Mapping[str, Any], field: str, default: float) -> float:
     value = raw.get(field, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
-        raise ConfigError(f"{field} = {value!r}: expected a finite number above 0")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
+        raise ConfigError(f"{field} = {_shown(value)}: expected a finite number above 0")
     return float(value)
 
 
@@ -201,7 +198,7 @@ def token_id_list(value: Any, field: str) -> tuple[int, ...]:
     ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= _MAX_SIZE:
-            raise ConfigError(f"{field} = {value!r}: expected a token id, a list of token ids or null")
+            raise ConfigError(f"{field} = {_shown(value)}: expected a token id, a list of token ids or null")
     return ids
 
 
@@ -222,7 +219,7 @@ def _kinds(raw: Mapping[str, Any], field: str, kind: type[enum.StrEnum], default
     allowed = [str(member) for member in kind]
     for i, entry in enumerate(value):
         if entry not in allowed:
-            raise ConfigError(f"{field}[{i}] = {entry!r}: allowed are {' and '.join(map(repr, allowed))}")
+            raise ConfigError(f"{field}[{i}] = {_shown(entry)}: allowed are {' and '.join(map(repr, allowed))}")
     return tuple(kind(entry) for entry in value)
 
 
@@ -231,13 +228,13 @@ def _rope_theta(raw: Mapping[str, Any], default: float) -> float:
     if rope is None:
         return default
     if not isinstance(rope, Mapping):
-        raise ConfigError(f"rope_parameters = {rope!r}: expected an object with rope_type and rope_theta")
+        raise ConfigError(f"rope_parameters = {_shown(rope)}: expected an object with rope_type and rope_theta")
     rope_type = rope.get("rope_type", "default")
     if rope_type != "default":
-        raise ConfigError(f"rope_parameters.rope_type = {rope_type!r}: only 'default' is supported")
+        raise ConfigError(f"rope_parameters.rope_type = {_shown(rope_type)}: only 'default' is supported")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         value = rope["partial_rotary_factor"]
-        raise ConfigError(f"rope_parameters.partial_rotary_factor = {value!r}: only 1.0 is supported")
+        raise ConfigError(f"rope_parameters.partial_rotary_factor = {_shown(value)}: only 1.0 is supported")
     return _number(rope, "rope_theta", default)
 
 
@@ -248,7 +245,7 @@ def _layer_uses_rope(raw: Mapping[str, Any], num_layers: int, theta: float) -> t
     for i, entry in enumerate(value):
         # Engines disagree on a per-layer base (transformers reads only whether it is zero), so it must be the base.
         if isinstance(entry, bool) or not isinstance(entry, (int, float)) or entry not in (0, theta):
-            raise ConfigError(f"layer_rope_theta[{i}] = {entry!r}: allowed are 0 and rope_theta = {theta:g}")
+            raise ConfigError(f"layer_rope_theta[{i}] = {_shown(entry)}: allowed are 0 and rope_theta = {theta:g}")
     return tuple(entry != 0 for entry in value)
 
 
@@ -267,7 +264,7 @@ def _refuse_other_models(raw: Mapping[str, Any]) -> None:
     }
     for field, value in neutral.items():
         if field in raw and raw[field] not in (value, None):
-            raise ConfigError(f"{field} = {raw[field]!r}: only {value!r} is supported")
+            raise ConfigError(f"{field} = {_shown(raw[field])}: only {_shown(value)} is supported")
     if "final_logit_softcapping" in raw and raw["final_logit_softcapping"] is None:
         raise ConfigError("final_logit_softcapping = None: expected a finite number above 0")
 
@@ -296,7 +293,7 @@ def _check(config: ModelConfig) -> None:
     if config.sliding_window is None and AttentionKind.SLIDING in config.layer_types:
         raise ConfigError("sliding_window = None: expected an integer above 0 where layer_types has 'sliding_attention'")
     if config.dtype not in ("bfloat16", "float32"):
-        raise ConfigError(f"dtype = {config.dtype!r}: allowed are 'bfloat16' and 'float32'")
+        raise ConfigError(f"dtype = {_shown(config.dtype)}: allowed are 'bfloat16' and 'float32'")
 
 
 MUSE_SPARK_OPEN = ModelConfig()
