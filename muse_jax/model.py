@@ -25,11 +25,11 @@ Context = FullContext | PrefillContext | DecodeContext
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """Makes the parameters of one part of the tree, with the shapes and dtypes of `layout`."""
+    """Makes the parameters of one part of the tree, with the shapes and dtypes of `layout`; abstract ones without `rngs`."""
 
     specs: dict[tuple, TensorSpec]
     dtype: jnp.dtype
-    rngs: nnx.Rngs
+    rngs: nnx.Rngs | None
     path: tuple = ()
 
     def at(self, *path: str | int) -> Parameters:
@@ -38,6 +38,8 @@ class Parameters:
     def __call__(self, name: str) -> nnx.Param:
         spec = self.specs[(*self.path, name)]
         dtype = jnp.float32 if spec.keep_fp32 else self.dtype
+        if self.rngs is None:
+            return nnx.Param(jax.ShapeDtypeStruct(spec.param_shape, dtype))
         if len(spec.shape) > 1:
             return nnx.Param(nnx.initializers.normal(0.02)(self.rngs.params(), spec.param_shape, dtype))
         # Vectors are zero-centred norms, residual gates and the router bias; only the final norm is centred at one.
@@ -206,7 +208,7 @@ class MuseSpark(nnx.Module):
       numerics: where to round, `numerics.HF` or `numerics.SERVING`.
       dtype: bfloat16 or float32, of parameters and GEMM inputs.
       dense_experts: run every expert on every row. Differentiable, and slower by E / top_k; for training.
-      rngs: for fresh parameters (their values are those transformers starts from).
+      rngs: for fresh parameters (their values are those transformers starts from); None: shapes in place of arrays.
     """
 
     def __init__(
@@ -216,7 +218,7 @@ class MuseSpark(nnx.Module):
         numerics: Numerics = SERVING,
         dtype: jnp.dtype = jnp.bfloat16,
         dense_experts: bool = False,
-        rngs: nnx.Rngs,
+        rngs: nnx.Rngs | None = None,
     ):
         self.config, self.numerics, self.dtype = config, numerics, dtype
         param = Parameters({spec.path: spec for spec in text_tensors(config)}, dtype, rngs)

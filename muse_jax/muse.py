@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from muse_jax import decoding, sharding
@@ -85,16 +84,10 @@ def load(
     if mesh is not None:
         put = hf.sharded_put(functools.partial(sharding.param_sharding, config=config, mesh=mesh))
     params, _ = hf.load_text_params(path, config, dtype=_DTYPES[dtype], put=put, progress=progress)
-    module = abstract_module(config, numerics, dtype)
+    module = MuseSpark(config, numerics=NUMERICS[numerics], dtype=jnp.dtype(_DTYPES[dtype]))
     valid_vocab = config.vocab_size if tokenizer is None else min(config.vocab_size, tokenizer.vocab_size)
     model = Model.create(module, params, tree_size=tree_size, valid_vocab=valid_vocab)
     return Muse(model, config, tokenizer, mesh, backend, max_length, prefill_chunk)
-
-
-def abstract_module(config: ModelConfig, numerics: str, dtype: str) -> MuseSpark:
-    """The module tree with shapes in place of arrays."""
-    make = functools.partial(MuseSpark, config, numerics=NUMERICS[numerics], dtype=jnp.dtype(_DTYPES[dtype]))
-    return nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))
 
 
 @dataclasses.dataclass
