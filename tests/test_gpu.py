@@ -1,0 +1,74 @@
+"""The bundled model on an NVIDIA GPU: what CPU tests cannot see. Figures of a run are in BENCHMARKS.md."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import muse_jax
+from muse_jax import decoding
+
+pytestmark = pytest.mark.gpu
+
+MUSE_TINY = Path(__file__).parent.parent / "checkpoints" / "muse_tiny"
+QUESTION = "<|user|>A shop sells 14 pens a day for 5 days and 10 on Sunday. How many pens does it sell?<|assistant|>"
+NEW_TOKENS = 96
+
+
+@pytest.fixture(scope="module")
+def prompt() -> list[int]:
+    return muse_jax.load(MUSE_TINY).tokenizer.encode(QUESTION)
+
+
+def greedy(muse: muse_jax.Muse, prompt: list[int]) -> list[int]:
+    generation = muse.generate(prompt, max_new_tokens=NEW_TOKENS, stop_token_ids=())
+    list(generation)
+    return generation.tokens
+
+
+@pytest.mark.parametrize("numerics", ["hf", "serving"])
+def test_fp32_logits_and_tokens_equal_those_of_the_cpu(prompt, numerics):
+    gpu = muse_jax.load(MUSE_TINY, dtype="float32", numerics=numerics)
+    with jax.default_device(jax.devices("cpu")[0]):
+        cpu = muse_jax.load(MUSE_TINY, dtype="float32", numerics=numerics)
+        expected_tokens = greedy(cpu, prompt)
+        expected = np.asarray(cpu.logits([prompt + expected_tokens]))
+    actual = np.asarray(gpu.logits([prompt + expected_tokens]))
+    # fp32 sums of up to 192 terms in another order, six layers deep; TF32 would show as 1e-3.
+    assert np.abs(actual - expected).max() < 1e-4 * np.abs(expected).max()
+    tokens = greedy(gpu, prompt)
+    if tokens != expected_tokens:  # only where the two best logits are a tie
+        first = next(i for i, (a, b) in enumerate(zip(tokens, expected_tokens, strict=True)) if a != b)
+        best = np.sort(expected[0, len(prompt) + first - 1])[-2:]
+        assert best[1] - best[0] < 1e-4
+
+
+def test_bf16_is_the_default_and_close_to_fp32(prompt):
+    half = muse_jax.load(MUSE_TINY)
+    assert half.model.params["lm_head"].dtype == jnp.bfloat16
+    full = muse_jax.load(MUSE_TINY, dtype="float32")
+    tokens = greedy(full, prompt)
+    expected, actual = (np.asarray(muse.logits([prompt + tokens])) for muse in (full, half))
+    error = np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
+    # Each of the 6 x 2 branches is rounded to 8 bits about ten times: 2^-9 * sqrt(120) = 0.02.
+    assert error < 0.02
+
+
+def test_cache_is_updated_in_place(prompt):
+    muse = muse_jax.load(MUSE_TINY)
+    state, _ = muse.prefill([prompt], max_new_tokens=8)
+    step = jax.jit(decoding.decode, donate_argnames="state")
+    pointers = [x.unsafe_buffer_pointer() for pair in state.cache.layers for x in pair]
+    state, _ = step(muse.model, state)
+    assert [x.unsafe_buffer_pointer() for pair in state.cache.layers for x in pair] == pointers
+
+
+def test_decode_step_moves_nothing_between_host_and_device(prompt):
+    muse = muse_jax.load(MUSE_TINY)
+    state, _ = muse.prefill([prompt], max_new_tokens=8)
+    state, out = muse.decode(state)
+    with jax.transfer_guard("disallow"):
+        state, out = muse.decode(state)
+        jax.block_until_ready(out)
