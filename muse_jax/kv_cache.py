@@ -39,7 +39,8 @@ class KVCache:
 
     @classmethod
     def empty(cls, config: ModelConfig, batch: int, slots: int, tree_size: int, dtype: jnp.dtype) -> KVCache:
-        """slots: positions a global layer can hold; rows of an unfinished step need room too."""
+        """slots: positions a global layer can hold. Padding of a prompt's last chunk and rows of an unfinished step need room
+        too: a write past the end would be moved back over older rows."""
         ring = ring_capacity(config, tree_size)
 
         def pair(layer_idx: int) -> KV:

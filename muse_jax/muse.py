@@ -25,6 +25,7 @@ from muse_jax.tokenizer import StreamDecoder, Tokenizer
 
 _SLOT_STEP = 256  # cache sizes are multiples of it, so that requests of similar length share a compiled step
 _MIN_CHUNK = 16
+_MAX_INT32 = 2**31 - 1
 _DTYPES = {"bfloat16": jnp.bfloat16, "float32": jnp.float32}
 
 Tokens = Sequence[Sequence[int]] | np.ndarray | jax.Array
@@ -156,6 +157,7 @@ class Muse:
         if budget.dtype.kind not in "iu" or budget.shape not in ((), (batch,)) or (budget < 1).any():
             raise ValueError(f"max_new_tokens = {max_new_tokens!r}: expected an integer above 0, or one per row")
         budget = np.broadcast_to(budget, (batch,))
+        budget = np.minimum(budget, _MAX_INT32).astype(np.int64)  # far beyond any max_length, and no sum wraps
         longest = int((lengths + budget).max())
         if longest > self.max_length:
             row = int((lengths + budget).argmax())
@@ -164,7 +166,7 @@ class Muse:
                 f"max_length is {self.max_length}"
             )
         sampling = SamplingParams.create(batch, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-        stops = np.asarray(self.stop_token_ids if stop_token_ids is None else stop_token_ids, np.int32).reshape(-1)
+        stops = self._check_stops(stop_token_ids)
 
         chunk = min(self.prefill_chunk, max(_MIN_CHUNK, _power_of_two(int(lengths.max()))))
         padded = np.pad(padded, ((0, 0), (0, -padded.shape[1] % chunk)))
@@ -218,11 +220,21 @@ class Muse:
                 out[: len(row)] = row
         if len(lengths) == 0 or (lengths < 1).any():
             raise ValueError("tokens: every sequence needs at least one token, and there must be a sequence")
+        padded = padded[:, : lengths.max()]
         inside = np.arange(padded.shape[1])[None, :] < lengths[:, None]
         wrong = inside & ((padded < 0) | (padded >= self.config.vocab_size))
         if wrong.any():
             raise ValueError(f"token {padded[wrong][0]}: expected ids from 0 to {self.config.vocab_size - 1}")
         return np.where(inside, padded, 0).astype(np.int32), lengths.astype(np.int32)
+
+    def _check_stops(self, stop_token_ids: Sequence[int] | None) -> np.ndarray:
+        """[S] int32, checked."""
+        stops = np.asarray(self.stop_token_ids if stop_token_ids is None else stop_token_ids)
+        wrong = stops.ndim != 1 or (stops.size and stops.dtype.kind not in "iu")
+        if wrong or ((stops < 0) | (stops >= self.config.vocab_size)).any():
+            allowed = f"a list of ids from 0 to {self.config.vocab_size - 1}"
+            raise ValueError(f"stop_token_ids = {stop_token_ids!r}: expected {allowed}")
+        return stops.astype(np.int32)
 
     def _put(self, tree: Any) -> Any:
         """To the device, or to every device of the mesh."""
@@ -253,7 +265,8 @@ class Generation:
     """One answer while it is being written: iterate for its text.
 
     tokens: ids emitted so far, the stop token included.  finish_reason: None until the end, then "stop" or "length".
-    prompt_tokens; seconds_prefill, until the first token was there; seconds_decode, of all further ones.
+    prompt_tokens; seconds_prefill, until the first token was there; seconds_decode, of all further ones
+    (compilation not included).
     """
 
     def __init__(self, muse: Muse, prompt: list[int], settings: dict[str, Any]):
@@ -262,7 +275,7 @@ class Generation:
         self.finish_reason: str | None = None
         self.seconds_prefill = self.seconds_decode = 0.0
         stops = settings.get("stop_token_ids")
-        self._stops = muse.stop_token_ids if stops is None else tuple(stops)
+        self._stops = muse.stop_token_ids if stops is None else stops
         self._muse = muse
         self._decoder = StreamDecoder(muse.tokenizer)
         self._began = time.perf_counter()
@@ -288,8 +301,8 @@ class Generation:
         if piece:
             yield piece
         # The next step is dispatched before this one's token is read, so that the device does not wait for the host.
-        began = time.perf_counter()
         pending = None if done else self._step()
+        began = time.perf_counter()  # the first step's compilation is over
         while not done:
             out, pending = pending, self._step()
             before = len(self.tokens)

@@ -90,7 +90,7 @@ class SamplingParams:
         else:
             mode = SamplingMode.NOISE
         lo, hi = split_seeds(seed, batch)
-        return cls(*map(jnp.asarray, (t, k, p, m, lo, hi)), mode=mode)
+        return cls(*jax.device_put((t, k, p, m, lo, hi)), mode=mode)
 
 
 def split_seeds(seed: int | Sequence[int], batch: int) -> tuple[np.ndarray, np.ndarray]:
