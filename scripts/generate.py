@@ -1,0 +1,360 @@
+"""Writes text with a Muse Spark checkpoint.
+
+    python scripts/generate.py                                           answers a sample question with the bundled model
+    python scripts/generate.py --chat --prompt "Ann has 3 pens ..."      answers a question of yours
+    cat story.txt | python scripts/generate.py --temperature 0.8         continues a text
+
+The text goes to stdout as it comes, a line of figures to stderr. A prompt is continued as it stands, or answered with
+--chat; without one, a sample question is asked, in chat form if the checkpoint has a chat template. Compiled programs are
+kept in $XDG_CACHE_HOME/muse_jax (~/.cache/muse_jax), so that later runs start faster; JAX_COMPILATION_CACHE_DIR names
+another directory, JAX_ENABLE_COMPILATION_CACHE=0 turns this off.
+
+Exit code: 0; 2 for bad arguments or files; 130 after Ctrl-C; 141 if the reader of stdout has gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import stat
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:  # JAX takes seconds to import, a mistyped option should not
+    from jax.sharding import Mesh
+
+    from muse_jax import Generation, Muse
+
+NAME = "generate.py"
+BUNDLED = Path(__file__).resolve().parent.parent / "checkpoints" / "muse_tiny"
+SAMPLE_QUESTION = (
+    "A baker fills 4 trays with 12 rolls each. She sells 30 rolls in the morning and half of the rest in the afternoon. "
+    "How many rolls are left?"
+)
+MAX_PROMPT_BYTES = 16 << 20  # a million tokens of English are about 5 MB
+BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # exit codes; the last two are 128 + the number of the signal
+
+
+@dataclasses.dataclass
+class Answer:
+    """What there is of the answer so far: an interruption may come at any time."""
+
+    text: str = ""
+    prompt_tokens: int = 0
+    muse: Muse | None = None
+    generation: Generation | None = None
+    interrupted: bool = False
+
+    def figures(self) -> dict[str, Any]:
+        """The object that --json prints."""
+        muse, generation = self.muse, self.generation
+        tokens = [] if generation is None else generation.tokens
+        return {
+            "text": self.text,
+            "tokens": tokens,
+            "finish_reason": "interrupted" if self.interrupted else generation.finish_reason,
+            "prompt_tokens": self.prompt_tokens,
+            "new_tokens": len(tokens),
+            "seconds_prefill": None if generation is None else generation.seconds_prefill,
+            "seconds_decode": None if generation is None else generation.seconds_decode,
+            "tokens_per_second": None if generation is None else generation.tokens_per_second,
+            "acceptance_length": None,  # there is no draft yet
+            "backend": None if muse is None else muse.backend,
+            "devices": None if muse is None else 1 if muse.mesh is None else muse.mesh.size,
+        }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line. Returns the exit code, or raises SystemExit(2) for arguments that do not parse."""
+    args = parse_arguments(argv)
+    answer = Answer()
+    try:
+        try:
+            write_answer(args, answer)
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left takes no time
+            answer.interrupted = True
+            # Tokens may have come whose text was not written yet; text and tokens of --json shall agree.
+            if answer.generation is not None:
+                emit(answer, answer.muse.tokenizer.decode(answer.generation.tokens)[len(answer.text) :])
+        print_figures(args, answer)
+    except BrokenPipeError:
+        # Python would complain once more when it flushes stdout at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except (ValueError, OSError) as error:
+        note(" ".join(str(error).split()))
+        return BAD_INPUT
+    except ModuleNotFoundError as error:
+        note(f"{error.name} is not installed: pip install -e .")
+        return BAD_INPUT
+    return INTERRUPTED if answer.interrupted else 0
+
+
+def write_answer(args: argparse.Namespace, answer: Answer) -> None:
+    """Loads the checkpoint and writes the answer, keeping `answer` up to date.
+
+    Raises: ValueError or OSError with one line for bad settings or files.
+    """
+    clock = Clock()
+    prompt = read_prompt(args)
+    import muse_jax
+    from muse_jax.sampling import SamplingParams
+
+    clock.lap("imports")
+    if args.compilation_cache:
+        use_compilation_cache()
+    mesh = make_mesh(args.devices)
+    sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
+    SamplingParams.create(1, **sampling)  # a large checkpoint takes minutes to load: check this before
+    clock.lap("devices")
+    with loading_bar() as progress:
+        answer.muse = muse = muse_jax.load(
+            args.checkpoint,
+            mesh=mesh,
+            backend=args.backend,
+            numerics=args.numerics,
+            dtype=args.dtype,
+            max_length=args.max_length,
+            progress=progress,
+        )
+    clock.lap("load")
+    tokens = encode(muse, args, prompt)
+    answer.prompt_tokens = len(tokens)
+    if prompt is None:
+        note(f"no prompt, so the question is: {SAMPLE_QUESTION}")
+    clock.lap("prompt")
+    answer.generation = generation = muse.generate(tokens, max_new_tokens=args.max_new_tokens, **sampling)
+    for piece in generation:
+        if not answer.text:
+            clock.lap("first token")
+        emit(answer, piece)
+    if args.verbose:
+        note(describe(muse))
+        note(f"start-up: {clock}")
+
+
+class Clock:
+    """Seconds between points of the start-up."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+        self._laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self._laps[name], self._last = now - self._last, now
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self._laps.items())
+
+
+def emit(answer: Answer, piece: str) -> None:
+    answer.text += piece
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def print_figures(args: argparse.Namespace, answer: Answer) -> None:
+    """Ends the text's line and reports: figures for people on stderr, for programs as the last line of stdout."""
+    if answer.text and not answer.text.endswith("\n"):
+        print(flush=True)
+    figures = answer.figures()
+    parts = [f"{figures['prompt_tokens']} prompt tokens", f"{figures['new_tokens']} new tokens"]
+    if figures["new_tokens"]:
+        parts.append(f"first token after {figures['seconds_prefill']:.2f} s")
+    if figures["tokens_per_second"] is not None:
+        parts.append(f"then {figures['tokens_per_second']:.1f} tokens/s")
+    print(f"[{', '.join(parts)}; {figures['finish_reason']}]", file=sys.stderr, flush=True)
+    if args.json:
+        print(json.dumps(figures), flush=True)
+
+
+def note(message: str) -> None:
+    print(f"{NAME}: {message}", file=sys.stderr, flush=True)
+
+
+def describe(muse: Muse) -> str:
+    import jax
+
+    devices = jax.devices()[:1] if muse.mesh is None else muse.mesh.devices.ravel().tolist()
+    module = muse.model.module
+    return (
+        f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}, backend {muse.backend}, "
+        f"numerics {module.numerics.name}, {module.dtype}, compilation cache {jax.config.jax_compilation_cache_dir or 'off'}"
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- prompt
+
+
+def read_prompt(args: argparse.Namespace) -> str | None:
+    """The prompt of the arguments, else of stdin if that is a pipe or a file and not empty, else None."""
+    if args.prompt is not None:
+        return args.prompt
+    if args.prompt_file not in (None, "-"):
+        with open(args.prompt_file, "rb") as file:
+            return decode_prompt(file.read(MAX_PROMPT_BYTES + 1), args.prompt_file)
+    if args.prompt_file == "-":
+        return decode_prompt(sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1), "stdin")
+    if sys.stdin is None:
+        return None
+    # Not a terminal, but neither what services and schedulers give programs that have no input (/dev/null, a socket).
+    mode = os.fstat(sys.stdin.fileno()).st_mode
+    if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
+        return None
+    return decode_prompt(sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1), "stdin") or None
+
+
+def decode_prompt(data: bytes, source: str) -> str:
+    """The text of a prompt without the newline that ends its last line. Raises ValueError if too long or not UTF-8."""
+    if len(data) > MAX_PROMPT_BYTES:
+        raise ValueError(f"{source}: longer than the {MAX_PROMPT_BYTES >> 20} MiB allowed for a prompt")
+    try:
+        return data.decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source}: not UTF-8 (byte {error.start})") from None
+
+
+def encode(muse: Muse, args: argparse.Namespace, prompt: str | None) -> list[int]:
+    """Token ids of the prompt (None: the sample question), in chat form or as it stands."""
+    tokenizer = muse.tokenizer
+    if tokenizer is None:
+        raise ValueError(f"{args.checkpoint}: no tokenizer.json, so it cannot read a prompt")
+    text = SAMPLE_QUESTION if prompt is None else prompt
+    if not (args.chat or (prompt is None and tokenizer.has_chat_template)):
+        return tokenizer.encode(text)
+    messages = [{"role": "user", "content": text}]
+    if args.system is not None:
+        messages.insert(0, {"role": "system", "content": args.system})
+    variables = {} if args.reasoning_effort is None else {"reasoning_effort": args.reasoning_effort}
+    chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, **variables)
+    return tokenizer.encode(chat, add_special_tokens=False)
+
+
+# --------------------------------------------------------------------------------------------------------------- set-up
+
+
+def use_compilation_cache() -> None:
+    """Keeps compiled programs in the user's cache directory, unless JAX's own settings say otherwise."""
+    import jax
+
+    if jax.config.jax_compilation_cache_dir is not None or not jax.config.jax_enable_compilation_cache:
+        return
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    directory = Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache"), "muse_jax")
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+        # What lies there is run as machine code.
+        if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(0, "other users may write to it")
+        tempfile.TemporaryFile(dir=directory).close()
+    except OSError as error:
+        note(f"compiled programs are not kept: {directory}: {error.strerror}")
+        return
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def make_mesh(num_devices: int | None) -> Mesh | None:
+    """The devices to share the work, virtual ones where this machine has but a CPU. None: the default device alone."""
+    if num_devices is None:
+        return None
+    import jax
+
+    from muse_jax import sharding
+
+    virtual = jax.config.jax_num_cpu_devices == -1 and "device_count" not in os.environ.get("XLA_FLAGS", "")
+    if virtual and num_devices in sharding.MESH_SIZES:
+        jax.config.update("jax_num_cpu_devices", num_devices)  # has no effect on GPUs
+    mesh = sharding.make_mesh(num_devices)
+    if virtual and num_devices > 1 and mesh.devices.flat[0].platform == "cpu":
+        note(f"{num_devices} virtual devices share this CPU: for trying out sharding, not for speed")
+    return mesh
+
+
+@contextlib.contextmanager
+def loading_bar() -> Iterator[Callable[[int, int], None] | None]:
+    """Gives a callback that shows a bar on stderr once loading has taken a second; None if stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    began, bar = time.monotonic(), None
+
+    def show(done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None and time.monotonic() - began > 1:
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+            columns = ("loading", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+            bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            bar.add_task("", total=total)
+            bar.start()
+        if bar is not None:
+            bar.update(bar.task_ids[0], completed=done)
+
+    try:
+        yield show
+    finally:
+        if bar is not None:
+            bar.stop()
+
+
+# ---------------------------------------------------------------------------------------------------------- command line
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: {message}\n")
+
+
+def positive_int(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer above 0")
+    return int(text)
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    add("--checkpoint", type=Path, default=BUNDLED, help="directory in Hugging Face layout (default: the bundled muse_tiny)")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", help="text to continue, or with --chat to answer")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="file of the prompt; - for stdin, which is also read if piped")
+    add("--chat", action="store_true", help="the prompt is what a user says: apply the checkpoint's chat template")
+    add("--system", metavar="TEXT", help="with --chat: system message")
+    add("--reasoning-effort", metavar="LEVEL", help="with --chat: variable of the chat template")
+    add("--max-new-tokens", type=positive_int, default=256, metavar="N", help="most tokens to write (default: 256)")
+    add("--max-length", type=positive_int, metavar="N", help="most tokens of prompt and answer (default: the checkpoint's)")
+    add("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
+    add("--top-k", type=int, default=0, metavar="K", help="draw from the K likeliest tokens (default: 0, off)")
+    add("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest tokens of total probability P")
+    add("--min-p", type=float, default=0.0, metavar="P", help="draw from tokens of at least P times the highest probability")
+    add("--seed", type=int, default=0, help="same seed, same text (default: 0)")
+    add("--numerics", choices=("serving", "hf"), default="serving", help="where values are rounded; hf: as transformers does")
+    add("--dtype", choices=("bfloat16", "float32"), help="of the weights (default: the checkpoint's, on a CPU float32)")
+    add("--backend", default="auto", help="implementation of a step (default: auto)")
+    add("--devices", type=positive_int, metavar="N", help="share the work among N devices; virtual ones on a CPU")
+    add("--no-compilation-cache", dest="compilation_cache", action="store_false", help="compile anew")
+    add("--json", action="store_true", help="end stdout with a line that holds text, tokens and figures as a JSON object")
+    add("--verbose", action="store_true", help="report versions, devices and the times of the start-up on stderr")
+    args = parser.parse_args(argv)
+    if not args.chat:
+        for option, value in (("--system", args.system), ("--reasoning-effort", args.reasoning_effort)):
+            if value is not None:
+                parser.error(f"{option} needs --chat")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

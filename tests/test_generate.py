@@ -1,0 +1,292 @@
+"""scripts/generate.py: arguments and files in this process; streams, signals and devices in processes of their own."""
+
+import io
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from checkpoints.hf import save_hf
+from muse_jax.config import ModelConfig
+from muse_jax.layout import text_tensors
+from muse_jax.tokenizer import Tokenizer
+from scripts import generate, train_tiny
+
+ROOT = Path(__file__).resolve().parent.parent
+KEYS = {
+    *("text", "tokens", "finish_reason", "prompt_tokens", "new_tokens", "seconds_prefill", "seconds_decode"),
+    *("tokens_per_second", "acceptance_length", "backend", "devices"),
+}
+PROMPT = "Ann has 3 pens.\nShe buys"
+SAMPLED = ("--temperature", "0.9", "--seed", "7", "--max-new-tokens", "12")
+
+SIZES = {
+    "vocab_size": 300,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "moe_hidden_size": 16,
+    "moe_intermediate_size": 16,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "max_position_embeddings": 65536,
+    "dtype": "float32",
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory) -> Path:
+    """Random weights, the tokenizer of bytes and the chat template of the bundled model."""
+    directory = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = train_tiny.train_tokenizer([train_tiny.Problem("ab", "ab")], SIZES["vocab_size"])
+    config_json = train_tiny.make_config(tokenizer, SIZES)
+    rng = np.random.default_rng(0)
+    params: dict = {}
+    for spec in text_tensors(ModelConfig.from_hf(config_json)):
+        node = params
+        for key in spec.path[:-1]:
+            node = node.setdefault(key, {})
+        node[spec.path[-1]] = rng.normal(size=spec.param_shape).astype(np.float32) * (0.1 if len(spec.shape) > 1 else 0.2)
+    # The special tokens come last but for the spare rows; none of them, stop tokens included, is ever chosen.
+    params["lm_head"][:] += 0.05
+    params["lm_head"][tokenizer.get_vocab_size() - len(train_tiny.SPECIALS) :] = 0
+    train_tiny.save_tokenizer(tokenizer, directory, SIZES["max_position_embeddings"])
+    save_hf(params, config_json, directory, dtype=jnp.float32)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def start(model_dir, tmp_path_factory):
+    """Starts generate.py on the checkpoint; processes share a compilation cache, whose directory is `start.cache`."""
+    cache = tmp_path_factory.mktemp("cache")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "XLA_"))}
+    env |= {"PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(cache), "JAX_PLATFORMS": "cpu"}
+    env |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # XLA's; it compiles in half the time
+
+    def start(*arguments: str, stdin=subprocess.DEVNULL) -> subprocess.Popen:
+        command = [sys.executable, str(ROOT / "scripts" / "generate.py"), "--checkpoint", str(model_dir), *arguments]
+        return subprocess.Popen(command, env=env, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    start.cache = cache / "muse_jax"
+    return start
+
+
+def finish(process: subprocess.Popen, stdin: str | None = None) -> tuple[str, str, int]:
+    out, errors = process.communicate(None if stdin is None else stdin.encode(), timeout=120)
+    return out.decode(), errors.decode(), process.returncode
+
+
+def split_json(out: str) -> tuple[str, dict]:
+    """What was written before the last line, without the newline that ended it, and the object of the last line."""
+    text, _, last = out.removesuffix("\n").rpartition("\n")
+    return text, json.loads(last)
+
+
+def one_line(captured) -> str:
+    assert captured.out == ""
+    assert captured.err.startswith("generate.py: ") and captured.err.count("\n") == 1, captured.err
+    return captured.err
+
+
+# ------------------------------------------------------------------------------------------- processes of their own
+
+
+@pytest.fixture(scope="module")
+def sampled(start) -> tuple[str, dict]:
+    out, errors, code = finish(start("--prompt", PROMPT, *SAMPLED, "--json"))
+    assert code == 0, errors
+    assert errors.count("\n") == 1 and "12 new tokens" in errors  # the figures, and no warning
+    return split_json(out)
+
+
+def test_json_is_the_last_line_and_tells_what_was_written(sampled, model_dir):
+    text, answer = sampled
+    tokenizer = Tokenizer.from_directory(model_dir)
+    assert answer.keys() == KEYS
+    assert answer["text"].removesuffix("\n") == text == tokenizer.decode(answer["tokens"]).removesuffix("\n")
+    assert len(answer["tokens"]) == answer["new_tokens"] == 12
+    assert answer["finish_reason"] == "length"
+    assert answer["prompt_tokens"] == len(tokenizer.encode(PROMPT))
+    assert answer["tokens_per_second"] == pytest.approx(11 / answer["seconds_decode"])
+    assert (answer["acceptance_length"], answer["backend"], answer["devices"]) == (None, "xla", 1)
+
+
+def test_same_seed_same_text_from_stdin_and_compiles_nothing_again(sampled, start):
+    compiled = {path.name for path in start.cache.iterdir()}
+    assert any("decode" in name for name in compiled)
+    assert stat.S_IMODE(start.cache.stat().st_mode) == 0o700
+    out, errors, code = finish(start(*SAMPLED, stdin=subprocess.PIPE), stdin=PROMPT + "\n")
+    assert code == 0, errors
+    assert out.removesuffix("\n") == sampled[1]["text"].removesuffix("\n")
+    assert errors.count("\n") == 1
+    assert {path.name for path in start.cache.iterdir()} == compiled
+
+
+def test_virtual_devices_write_the_same_text(sampled, start):
+    out, errors, code = finish(start("--prompt", PROMPT, *SAMPLED, "--json", "--devices", "2"))
+    assert code == 0, errors
+    assert "2 virtual devices" in errors and errors.count("\n") == 2
+    answer = split_json(out)[1]
+    assert (answer["tokens"], answer["devices"]) == (sampled[1]["tokens"], 2)
+
+
+def test_interrupt_keeps_the_text_and_reports_it(start):
+    process = start("--prompt", PROMPT, "--max-new-tokens", "60000", "--json")
+    begun = os.read(process.stdout.fileno(), 100)
+    assert begun
+    process.send_signal(signal.SIGINT)
+    out, errors, code = finish(process)
+    assert code == 130
+    text, answer = split_json(begun.decode(errors="replace") + out)
+    assert answer["finish_reason"] == "interrupted"
+    assert 0 < answer["new_tokens"] == len(answer["tokens"]) < 60000
+    assert answer["text"].startswith(text[:10]) and len(answer["text"]) >= len(text.removesuffix("\n"))
+    assert "interrupted" in errors and "Traceback" not in errors
+
+
+def test_broken_pipe_ends_quietly(start):
+    process = start("--prompt", PROMPT, "--max-new-tokens", "60000")
+    assert os.read(process.stdout.fileno(), 1)
+    process.stdout.close()
+    errors = process.stderr.read()
+    assert (process.wait(timeout=60), errors) == (generate.BROKEN_PIPE, b"")
+
+
+# --------------------------------------------------------------------------------------------------- in this process
+
+
+def run(monkeypatch, *arguments: str) -> int:
+    """main() as with an empty stdin, without touching the compilation cache."""
+    with open(os.devnull) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        return generate.main(["--no-compilation-cache", *arguments])
+
+
+def test_sample_question_in_chat_form_is_streamed(model_dir, monkeypatch, capsys):
+    class Recorder(io.StringIO):
+        flushed = 0
+
+        def flush(self):
+            self.flushed += 1
+
+    recorder = Recorder()
+    monkeypatch.setattr("sys.stdout", recorder)
+    writes, emit = [], generate.emit
+
+    def record(answer, piece):
+        emit(answer, piece)
+        writes.append((recorder.getvalue(), recorder.flushed))
+
+    monkeypatch.setattr(generate, "emit", record)
+    assert run(monkeypatch, "--checkpoint", str(model_dir), "--max-new-tokens", "8", "--json", "--verbose") == 0
+    answer = split_json(recorder.getvalue())[1]
+    assert len(writes) > 1
+    lengths, flushes = [len(text) for text, _ in writes], [count for _, count in writes]
+    assert lengths == sorted(set(lengths)) and flushes == list(range(1, len(writes) + 1))
+    assert writes[-1][0] == answer["text"]
+    rendered = train_tiny.prompt_text(generate.SAMPLE_QUESTION)
+    tokens = Tokenizer.from_directory(model_dir).encode(rendered, add_special_tokens=False)
+    assert answer["prompt_tokens"] == len(tokens)
+    errors = capsys.readouterr().err
+    assert generate.SAMPLE_QUESTION in errors and "start-up: imports" in errors
+
+
+def test_chat_renders_the_template_with_what_was_given(model_dir):
+    tokenizer = Tokenizer.from_directory(model_dir)
+    muse = types.SimpleNamespace(tokenizer=tokenizer)
+
+    def text(*arguments: str) -> str:
+        args = generate.parse_arguments(arguments)
+        return tokenizer.decode(generate.encode(muse, args, args.prompt), skip_special_tokens=False)
+
+    assert text("--prompt", "Hi ") == "<|begin_of_text|>Hi "
+    assert text("--chat", "--prompt", "Hi ") == "<|begin_of_text|><|user|>Hi<|assistant|>"
+    system = text("--chat", "--prompt", "Hi", "--system", "Be brief.")
+    assert system == "<|begin_of_text|><|system|>Be brief.<|user|>Hi<|assistant|>"
+    tokenizer._chat_templates["default"] = "{{ messages[0].content }} {{ reasoning_effort }} {{ add_generation_prompt }}"
+    assert text("--chat", "--prompt", "Hi", "--reasoning-effort", "low") == "Hi low True"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-new-tokens", "0"], "--max-new-tokens: '0': expected an integer above 0"),
+        (["--temperature", "warm"], "--temperature: invalid float value: 'warm'"),
+        (["--numerics", "exact"], "--numerics: invalid choice: 'exact'"),
+        (["--prompt", "a", "--prompt-file", "b"], "not allowed with argument --prompt"),
+        (["--system", "Be brief.", "--prompt", "a"], "--system needs --chat"),
+        (["--promt", "a"], "unrecognized arguments: --promt"),
+    ],
+)
+def test_arguments_that_do_not_parse(arguments, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        generate.main(arguments)
+    assert error.value.code == 2
+    assert message in one_line(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--temperature", "-1"], "temperature = -1.0: expected"),
+        (["--top-p", "0"], "top_p = 0.0: expected"),
+        (["--seed", "-1"], "seed = -1: expected"),
+        (["--backend", "fast"], "backend = 'fast': this version has"),
+        (["--devices", "3"], "devices = 3: allowed are 1, 2, 4, 8"),
+        (["--prompt", "abc", "--max-length", "20"], "max_new_tokens of 256 = 259: max_length is 20"),
+        (["--prompt", "a\udce4"], "lone surrogate"),
+        (["--prompt-file", "missing.txt"], "No such file or directory: 'missing.txt'"),
+    ],
+)
+def test_settings_out_of_range(model_dir, monkeypatch, capsys, arguments, message):
+    assert run(monkeypatch, "--checkpoint", str(model_dir), *arguments) == 2
+    assert message in one_line(capsys.readouterr())
+
+
+@pytest.mark.parametrize(("content", "message"), [(b"ab\xff", "not UTF-8 (byte 2)"), (b"12345678 ", "longer than the")])
+def test_prompt_file_that_cannot_be_used(model_dir, monkeypatch, capsys, tmp_path, content, message):
+    monkeypatch.setattr(generate, "MAX_PROMPT_BYTES", 8)
+    (tmp_path / "prompt").write_bytes(content)
+    assert run(monkeypatch, "--checkpoint", str(model_dir), "--prompt-file", str(tmp_path / "prompt")) == 2
+    assert message in one_line(capsys.readouterr())
+
+
+def test_checkpoints_that_cannot_be_used(model_dir, monkeypatch, capsys, tmp_path):
+    def message(directory: Path) -> str:
+        assert run(monkeypatch, "--checkpoint", str(directory), "--prompt", "a", "--chat") == 2
+        return one_line(capsys.readouterr())
+
+    assert "no such directory" in message(tmp_path / "none")
+    broken = shutil.copytree(model_dir, tmp_path / "broken")
+    os.truncate(broken / "model.safetensors", 5000)
+    assert "model.safetensors" in message(broken)
+    plain = shutil.copytree(model_dir, tmp_path / "plain")
+    (plain / "chat_template.jinja").unlink()
+    assert "no chat template" in message(plain)
+    (plain / "tokenizer.json").unlink()
+    assert "no tokenizer.json" in message(plain)
+
+
+def test_compilation_cache_only_where_no_one_else_writes(monkeypatch, capsys, tmp_path):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    (tmp_path / "file").touch()
+    (tmp_path / "shared" / "muse_jax").mkdir(parents=True)
+    (tmp_path / "shared" / "muse_jax").chmod(0o777)
+    for base, reason in (("file", "Not a directory"), ("shared", "other users may write")):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / base))
+        generate.use_compilation_cache()
+        assert reason in one_line(capsys.readouterr())
+        assert jax.config.jax_compilation_cache_dir is None
