@@ -5,11 +5,19 @@ import zlib
 
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
+import dataclasses
 import importlib.util
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import tokenizers
+
+import muse_jax
+from checkpoints.hf import save_hf
+from muse_jax.config import TINY, AttentionKind, MLPKind, ModelConfig
+from muse_jax.layout import text_tensors
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -38,3 +46,78 @@ def pytest_collection_modifyitems(items):
 def rng(request) -> np.random.Generator:
     """Random numbers that depend on the test's name alone."""
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+
+
+# ---- A small model as files and as a loaded object, for tests of everything above the model ---------------------------
+
+
+def _config_json(config: ModelConfig) -> dict:
+    fields = {name: value for name, value in dataclasses.asdict(config).items() if name not in _RENAMED}
+    return {
+        "model_type": "muse_spark_text",
+        **fields,
+        "layer_rope_theta": [config.rope_theta if rope else 0 for rope in config.layer_uses_rope],
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "eos_token_id": list(config.eos_token_ids),
+    }
+
+
+_RENAMED = ("layer_uses_rope", "rope_theta", "eos_token_ids", "placeholder_token_ids")
+
+
+@pytest.fixture(scope="session")
+def small_config() -> ModelConfig:
+    """A sliding layer with experts and a global one without; the vocabulary has five rows that no token has."""
+    return dataclasses.replace(
+        TINY,
+        vocab_size=264,
+        num_hidden_layers=2,
+        num_key_value_heads=4,
+        layer_types=(AttentionKind.SLIDING, AttentionKind.GLOBAL),
+        layer_uses_rope=(True, False),
+        mlp_layer_types=(MLPKind.SPARSE, MLPKind.DENSE),
+        max_position_embeddings=512,
+        eos_token_ids=(257,),
+    )
+
+
+@pytest.fixture(scope="session")
+def small_params(small_config) -> dict:
+    """Random everywhere (fresh norms, gates and biases are zero), and rows of the padded vocabulary that would often win."""
+    rng = np.random.default_rng(zlib.crc32(b"small_params"))
+    params: dict = {}
+    for spec in text_tensors(small_config):
+        array = rng.standard_normal(spec.param_shape, np.float32)
+        array *= 0.3 if array.ndim == 1 else 2 / np.sqrt(array.shape[-1])
+        if spec.path == ("final_norm",):
+            array += 1
+        if spec.path == ("lm_head",):
+            array[NUM_TOKENS:] *= 3
+        *parents, name = spec.path
+        node = params
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[name] = array
+    return params
+
+
+NUM_TOKENS = 259  # bytes, <s>, </s>, <pad>
+
+
+@pytest.fixture(scope="session")
+def checkpoint(small_config, small_params, tmp_path_factory) -> Path:
+    """The directory of the small model with a tokenizer of bytes."""
+    directory = tmp_path_factory.mktemp("small") / "checkpoint"
+    save_hf(small_params, _config_json(small_config), directory, dtype=np.float32)
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>", "<pad>"])
+    backend.save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def muse(checkpoint) -> muse_jax.Muse:
+    return muse_jax.load(checkpoint, prefill_chunk=64)
