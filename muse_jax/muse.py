@@ -40,7 +40,7 @@ def load(
     dtype: str | None = None,
     max_length: int | None = None,
     tree_size: int = 16,
-    prefill_chunk: int = 512,
+    prefill_chunk: int = 1024,
     progress: Callable[[int, int], None] | None = None,
 ) -> Muse:
     """Loads a checkpoint directory in HF layout, straight into device arrays.

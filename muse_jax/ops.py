@@ -197,9 +197,9 @@ def experts(x: jax.Array, idx: jax.Array, gate_up: jax.Array, down: jax.Array, n
 
 
 def _block_rows(routed: int, num_experts: int) -> int:
-    """Rows per block: near the mean load of an expert, at most 64 (beyond that a GEMM gains nothing)."""
+    """Rows per block: near the mean load of an expert, at most 128 (beyond that a GEMM gains nothing)."""
     mean_load = max(1, routed // num_experts)
-    return min(64, 1 << (mean_load - 1).bit_length())
+    return min(128, 1 << (mean_load - 1).bit_length())
 
 
 # ----------------------------------------------------------------------------------------------------------------- head
