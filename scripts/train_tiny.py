@@ -2,9 +2,11 @@
 
     python scripts/train_tiny.py --train gsm8k/train.jsonl --dev gsm8k/dev.jsonl --output checkpoints/muse_tiny
     python scripts/train_tiny.py --stage towers --output checkpoints/muse_tiny
+    python scripts/train_tiny.py --stage measure --dev gsm8k/dev.jsonl --output checkpoints/muse_tiny
 
 The first command (JAX, extra `train`, a GPU) trains tokenizer and text decoder. The second (extra `parity`) adds random
-vision and audio towers of toy size, without which transformers would miss tensors.
+vision and audio towers of toy size, without which transformers would miss tensors. The third measures the result again,
+through the API that users call, on any machine.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -31,12 +34,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+import muse_jax
 from checkpoints import CheckpointError, load_text_params, read_config, save_hf
 from muse_jax.config import ConfigError, MLPKind, ModelConfig, default_layer_types, default_layer_uses_rope
 from muse_jax.kv_cache import FullContext
 from muse_jax.layout import TensorSpec, is_skipped, text_tensors
 from muse_jax.model import MuseSpark, Parameters, SparseMLP
 from muse_jax.numerics import SERVING, round_to
+from muse_jax.tokenizer import TokenizerError
 
 # ----------------------------------------------------------------------------------------------------------------- text
 
@@ -517,9 +522,14 @@ def answer_greedily(trainer: Trainer, params: dict, tokenizer: Tokenizer, proble
     arguments = map(jnp.asarray, (tokens, lengths, lengths + room, stop))
     tokens, ends = map(np.asarray, trainer.greedy(params, *arguments))
 
-    answers = [tokenizer.decode(row[start:end]) for row, start, end in zip(tokens, lengths, ends, strict=True)]
-    stopped = [int(row[end - 1]) in stop for row, end in zip(tokens, ends, strict=True)]
-    numbers = [final_number(answer) if ok else None for answer, ok in zip(answers, stopped, strict=True)]
+    written = [row[start:end].tolist() for row, start, end in zip(tokens, lengths, ends, strict=True)]
+    return judge(tokenizer, problems, written, stop)
+
+
+def judge(tokenizer: Tokenizer, problems: Sequence[Problem], written: Sequence[list[int]], stop: Sequence[int]) -> dict:
+    """Counts the tokens written for each problem: see `answer_greedily`."""
+    answers = [tokenizer.decode(ids) for ids in written]
+    numbers = [final_number(answer) if ids[-1] in stop else None for answer, ids in zip(answers, written, strict=True)]
     return {
         "answers": len(answers),
         "well_formed": sum(number is not None for number in numbers),
@@ -709,7 +719,7 @@ def train(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     return results | {"files": directory_bytes(args.output)}
 
 
-def add_towers(args: argparse.Namespace) -> dict[str, Any]:
+def add_towers(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Stage `towers`: adds random weights of the vision and audio towers to the checkpoint in `args.output`.
 
     Raises InputError if transformers still misses tensors, or finds some it does not know.
@@ -734,12 +744,66 @@ def add_towers(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Stage `measure`: what a finished checkpoint does on dev, through `muse_jax` as its users call it; a CPU will do."""
+    muse = muse_jax.load(args.output)
+    tokenizer = Tokenizer.from_file(str(args.output / "tokenizer.json"))
+    problems = read_problems(args.dev)
+    encoded = encode(tokenizer, problems)
+    left_out = sum(len(ids) - 1 > args.widths[-1] for ids, _ in encoded)
+    if left_out:
+        raise InputError(f"--widths: {left_out} problems of {args.dev} are longer than {args.widths[-1]} tokens")
+
+    @jax.jit
+    def answer_loss(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> jax.Array:
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)[..., 0]
+        return -jnp.sum(chosen * weights)
+
+    loss, num_tokens = 0.0, 0.0
+    for bucket in make_buckets(encoded, args.widths, tokenizer.token_to_id(PAD), 0.0, multiple=args.batch):
+        for start in range(0, len(bucket.tokens), args.batch):
+            tokens, weights = (rows[start : start + args.batch] for rows in bucket)
+            loss += float(answer_loss(muse.logits(tokens[:, :-1]), tokens[:, 1:], weights))
+            num_tokens += float(weights.sum())
+
+    asked = problems[: args.answers]
+    state, out = muse.prefill([ids[:end] for ids, end in encoded[: args.answers]], max_new_tokens=args.answer_tokens)
+    written: list[list[int]] = [[] for _ in asked]
+    while True:
+        tokens, counts, done = jax.device_get((out.tokens, out.count, out.done))
+        for row, ids, count in zip(written, tokens, counts, strict=True):
+            row.extend(ids[:count].tolist())
+        if done.all():
+            break
+        state, out = muse.decode(state)
+    generation = judge(tokenizer, asked, written, muse.stop_token_ids)
+    results = {
+        "loss_per_token": loss / num_tokens,
+        "loss_per_byte": loss / sum(len(problem.answer.encode()) for problem in problems),
+        "generation": generation,
+        "files": directory_bytes(args.output),
+    }
+    console.print(
+        f"loss on answers {results['loss_per_token']:.3f} per token, {results['loss_per_byte']:.3f} per byte; of "
+        f"{generation['answers']} greedy answers {generation['well_formed']} end with #### number and the stop token, "
+        f"{generation['distinct']} are distinct, {generation['correct']} are right"
+    )
+    return results
+
+
 # ---------------------------------------------------------------------------------------------------------- command line
+
+STAGES = {  # function, and the extra that it needs
+    "model": (train, "train"),
+    "towers": (add_towers, "parity"),
+    "measure": (measure, "test"),
+}
 
 
 def command_line(args: argparse.Namespace) -> str:
     """The command that repeats this run, every setting spelt out, without the directories of this machine."""
-    words = ["python scripts/train_tiny.py"]
+    flags = os.environ.get("XLA_FLAGS")  # they change the times
+    words = [*([f'XLA_FLAGS="{flags}"'] if flags else []), "python scripts/train_tiny.py"]
     for name, value in vars(args).items():
         if name in ("stage", "json") or value in (None, [], math.inf):
             continue
@@ -832,7 +896,7 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__.split("\n", 1)[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--stage", choices=("model", "towers"), default="model", help="train, or add towers to what was trained")
+    add("--stage", choices=tuple(STAGES), default="model", help="train, add towers to what was trained, or measure it")
     add("--train", type=Path, help="GSM8K train.jsonl")
     add("--dev", type=Path, help="GSM8K problems to measure the result on")
     add("--output", type=Path, required=True, help="directory of the checkpoint; what is there is replaced")
@@ -858,6 +922,8 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--token-dropout {args.token_dropout}: allowed are 0 and above, below 1")
     if args.stage == "model" and (args.train is None or args.dev is None):
         parser.error("--stage model needs --train and --dev")
+    if args.stage == "measure" and args.dev is None:
+        parser.error("--stage measure needs --dev")
     args.widths.sort()
     return args
 
@@ -880,13 +946,13 @@ def setting(text: str) -> tuple[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(sys.argv[1:] if argv is None else argv)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
+    run, extra = STAGES[args.stage]
     try:
-        results = train(args, console) if args.stage == "model" else add_towers(args)
+        results = run(args, console)
     except ModuleNotFoundError as error:
-        extra = "train" if args.stage == "model" else "parity"
         print(f"train_tiny.py: {error.name} is not installed: pip install -e '.[{extra}]'", file=sys.stderr)
         return 2
-    except (InputError, ConfigError, CheckpointError, OSError) as error:
+    except (InputError, ConfigError, CheckpointError, TokenizerError, OSError) as error:
         print(f"train_tiny.py: {error}", file=sys.stderr)
         return 2
     console.print(f"{args.output}: " + ", ".join(f"{name} {size:,} bytes" for name, size in results["files"].items()))

@@ -344,6 +344,17 @@ def test_shipped_weights_have_the_reported_loss(run):
     assert losses["uniform"] == pytest.approx(np.log(tokenizer.vocab_size))
 
 
+def test_measuring_the_checkpoint_repeats_the_results(run, capsys):
+    """Another program (caches, batched decoding, float32 on a CPU) finds what training reported."""
+    output, results = run
+    arguments = ["--stage=measure", f"--dev={output.parent / 'dev.jsonl'}", f"--output={output}", *RUN_FLAGS]
+    assert train_tiny.main(arguments) == 0
+    measured = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert measured["loss_per_token"] == pytest.approx(results["loss_per_token"]["trained"], rel=1e-5)
+    assert measured["loss_per_byte"] == pytest.approx(results["loss_per_byte"]["trained"], rel=1e-5)
+    assert measured["generation"] == results["generation"]
+
+
 def test_model_card_shows_the_measurements(run):
     output, results = run
     card = (output / "README.md").read_text()
