@@ -53,6 +53,25 @@ class Answer:
     generation: Generation | None = None
     interrupted: bool = False
 
+    @contextlib.contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Ctrl-C raises KeyboardInterrupt, at the latest at the next `check`: JAX runs some Python code (while it compiles,
+        for one) from places that drop what that code raises."""
+
+        def interrupt(signum: int, frame: Any) -> None:
+            self.interrupted = True
+            raise KeyboardInterrupt
+
+        before = signal.signal(signal.SIGINT, interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def check(self) -> None:
+        if self.interrupted:
+            raise KeyboardInterrupt
+
     def figures(self) -> dict[str, Any]:
         """The object that --json prints."""
         muse, generation = self.muse, self.generation
@@ -78,10 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     answer = Answer()
     try:
         try:
-            write_answer(args, answer)
+            with answer.interruptible():
+                write_answer(args, answer)
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left takes no time
-            answer.interrupted = True
             # Tokens may have come whose text was not written yet; text and tokens of --json shall agree.
             if answer.generation is not None:
                 emit(answer, answer.muse.tokenizer.decode(answer.generation.tokens)[len(answer.text) :])
@@ -116,7 +135,7 @@ def write_answer(args: argparse.Namespace, answer: Answer) -> None:
     sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
     SamplingParams.create(1, **sampling)  # a large checkpoint takes minutes to load: check this before
     clock.lap("devices")
-    with loading_bar() as progress:
+    with loading_bar(answer.check) as progress:
         answer.muse = muse = muse_jax.load(
             args.checkpoint,
             mesh=mesh,
@@ -137,6 +156,7 @@ def write_answer(args: argparse.Namespace, answer: Answer) -> None:
         if not answer.text:
             clock.lap("first token")
         emit(answer, piece)
+        answer.check()
     if args.verbose:
         note(describe(muse))
         note(f"start-up: {clock}")
@@ -283,16 +303,14 @@ def make_mesh(num_devices: int | None) -> Mesh | None:
 
 
 @contextlib.contextmanager
-def loading_bar() -> Iterator[Callable[[int, int], None] | None]:
-    """Gives a callback that shows a bar on stderr once loading has taken a second; None if stderr is no terminal."""
-    if not sys.stderr.isatty():
-        yield None
-        return
+def loading_bar(check: Callable[[], None]) -> Iterator[Callable[[int, int], None]]:
+    """Gives a progress callback that calls `check` and, on a terminal, shows a bar once loading has taken a second."""
     began, bar = time.monotonic(), None
 
     def show(done: int, total: int) -> None:
         nonlocal bar
-        if bar is None and time.monotonic() - began > 1:
+        check()
+        if bar is None and sys.stderr.isatty() and time.monotonic() - began > 1:
             from rich.console import Console
             from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 

@@ -85,7 +85,12 @@ def start(model_dir, tmp_path_factory):
 
 
 def finish(process: subprocess.Popen, stdin: str | None = None) -> tuple[str, str, int]:
-    out, errors = process.communicate(None if stdin is None else stdin.encode(), timeout=120)
+    try:
+        out, errors = process.communicate(None if stdin is None else stdin.encode(), timeout=120)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        raise
     return out.decode(), errors.decode(), process.returncode
 
 
@@ -161,8 +166,9 @@ def test_broken_pipe_ends_quietly(start):
     process = start("--prompt", PROMPT, "--max-new-tokens", "60000")
     assert os.read(process.stdout.fileno(), 1)
     process.stdout.close()
-    errors = process.stderr.read()
-    assert (process.wait(timeout=60), errors) == (generate.BROKEN_PIPE, b"")
+    with process:  # closes stderr, too
+        errors = process.stderr.read()
+        assert (process.wait(timeout=60), errors) == (generate.BROKEN_PIPE, b"")
 
 
 # --------------------------------------------------------------------------------------------------- in this process
