@@ -16,7 +16,8 @@ from jax import lax
 from muse_jax.numerics import Numerics, fp32, round_to
 
 QUERY_BLOCK = 128  # queries of a banded block; the band is this plus the window
-KEY_BLOCK = 1024  # keys of a block of a long prefix
+PREFIX_QUERY_BLOCK = 256  # queries and keys of a block of a long prefix: their scores stay in a CPU's cache
+KEY_BLOCK = 512
 _HIDDEN = jnp.finfo(jnp.float32).min
 
 
@@ -86,12 +87,11 @@ def attend_prefix(
 ) -> jax.Array:
     """Causal attention of T consecutive queries to slots 0 .. first_position + T - 1 of a linear cache (slot = position).
 
-    A long cache is read in blocks of KEY_BLOCK slots and only as far as positions reach, so that memory and time do not
-    depend on its capacity. HF numerics rounds normalised probabilities, which needs all scores of a query at once: there
-    the queries are blocked instead, and the whole cache is read.
+    A long cache is read in blocks of KEY_BLOCK slots and only as far as a block of queries sees, so that memory and time do
+    not depend on its capacity. HF numerics rounds normalised probabilities, which needs all scores of a query at once:
+    there the whole cache is read, for a few queries at a time.
     """
     num_queries, slots = q.shape[1], k.shape[2]
-    positions = first_position + jnp.arange(num_queries)
 
     def whole(q_block: jax.Array, start: jax.Array | int) -> jax.Array:
         queries = first_position + start + jnp.arange(q_block.shape[1])
@@ -103,31 +103,32 @@ def attend_prefix(
     if numerics.scores_rounded:
         return _map_queries(whole, q, min(16, num_queries))
 
-    def step(i: jax.Array, carry: tuple) -> tuple:
-        # The last block may overlap its predecessor (slices stay in bounds); overlapped slots are hidden.
-        begin = jnp.minimum(i * KEY_BLOCK, slots - KEY_BLOCK)
-        keys = begin + jnp.arange(KEY_BLOCK)
-        visible = (keys[None, :] <= positions[:, None]) & (keys >= i * KEY_BLOCK)[None, :]
-        k_block = lax.dynamic_slice_in_dim(k, begin, KEY_BLOCK, axis=2)
-        v_block = lax.dynamic_slice_in_dim(v, begin, KEY_BLOCK, axis=2)
-        scores = _scores(q, k_block, visible[None], scale, numerics)
-        output, maximum, total = carry
-        new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1, keepdims=True))
-        weights = jnp.exp(scores - new_maximum)
-        rescale = jnp.exp(maximum - new_maximum)
-        output = output * _per_query(rescale) + _values(weights, v_block)
-        return output, new_maximum, total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
+    def online(q_block: jax.Array, start: jax.Array | int) -> jax.Array:
+        batch, block_queries, heads, _ = q_block.shape
+        end = first_position + start + block_queries  # positions the block sees
+        queries = end - block_queries + jnp.arange(block_queries)
 
-    batch, _, heads, head_dim = q.shape
-    rows = (batch, k.shape[1], heads // k.shape[1], num_queries, 1)
-    empty = (
-        jnp.zeros((batch, num_queries, heads, head_dim), jnp.float32),
-        jnp.full(rows, _HIDDEN),
-        jnp.zeros(rows, jnp.float32),
-    )
-    blocks = (first_position + num_queries + KEY_BLOCK - 1) // KEY_BLOCK
-    output, _, total = lax.fori_loop(0, blocks, step, empty)
-    return output / _per_query(total)
+        def step(i: jax.Array, carry: tuple) -> tuple:
+            # The last block may overlap its predecessor (slices stay in bounds); overlapped slots are hidden.
+            begin = jnp.minimum(i * KEY_BLOCK, slots - KEY_BLOCK)
+            keys = begin + jnp.arange(KEY_BLOCK)
+            visible = (keys[None, :] <= queries[:, None]) & (keys >= i * KEY_BLOCK)[None, :]
+            k_block = lax.dynamic_slice_in_dim(k, begin, KEY_BLOCK, axis=2)
+            v_block = lax.dynamic_slice_in_dim(v, begin, KEY_BLOCK, axis=2)
+            scores = _scores(q_block, k_block, visible[None], scale, numerics)
+            output, maximum, total = carry
+            new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1, keepdims=True))
+            weights = jnp.exp(scores - new_maximum)
+            rescale = jnp.exp(maximum - new_maximum)
+            output = output * _per_query(rescale) + _values(weights, v_block)
+            return output, new_maximum, total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
+
+        rows = (batch, k.shape[1], heads // k.shape[1], block_queries, 1)
+        empty = (jnp.zeros(q_block.shape, jnp.float32), jnp.full(rows, _HIDDEN), jnp.zeros(rows, jnp.float32))
+        output, _, total = lax.fori_loop(0, (end + KEY_BLOCK - 1) // KEY_BLOCK, step, empty)
+        return output / _per_query(total)
+
+    return _map_queries(online, q, min(PREFIX_QUERY_BLOCK, num_queries))
 
 
 def _scores(q: jax.Array, k: jax.Array, visible: jax.Array, scale: float, numerics: Numerics) -> jax.Array:
