@@ -38,7 +38,7 @@ from checkpoints.shards import (
     write_safetensors,
 )
 from muse_jax.config import ModelConfig
-from muse_jax.layout import TensorSpec, is_skipped, text_tensors
+from muse_jax.layout import TensorSpec, insert, is_skipped, text_tensors
 
 CONFIG_FILE = "config.json"
 
@@ -168,7 +168,7 @@ def load_text_params(
             leaf_dtype = np.dtype(np.float32) if spec.keep_fp32 else dtype
             read_slice = functools.partial(reader.read, spec, leaf_dtype)
             # Transfers run behind; waiting keeps the host from holding more than this tensor.
-            _insert(params, spec.path, jax.block_until_ready(put(spec, spec.param_shape, leaf_dtype, read_slice)))
+            insert(params, spec.path, jax.block_until_ready(put(spec, spec.param_shape, leaf_dtype, read_slice)))
             done += reader.num_bytes(spec)
             if progress:
                 progress(done, total)
@@ -294,12 +294,6 @@ def _match(directory: Path, specs: tuple[TensorSpec, ...], stored: Mapping[str, 
 
 def _put_whole(spec: TensorSpec, shape: tuple[int, ...], dtype: np.dtype, read_slice: ReadSlice) -> jax.Array:
     return jax.device_put(read_slice(()))
-
-
-def _insert(tree: dict, path: tuple[str | int, ...], leaf: Any) -> None:
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = leaf
 
 
 def _leaves(tree: Mapping, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:

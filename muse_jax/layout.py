@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
+from typing import Any
 
 from muse_jax.config import MLPKind, ModelConfig
 
@@ -84,6 +86,21 @@ def text_tensors(config: ModelConfig) -> tuple[TensorSpec, ...]:
     add(TEXT_PREFIX + "norm.weight", ("final_norm",), d)
     add("lm_head.weight", ("lm_head",), v, d, shard_axis=0)
     return tuple(specs)
+
+
+def insert(tree: dict, path: tuple[str | int, ...], leaf: Any) -> None:
+    """Puts `leaf` into a nested dict at `path`."""
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = leaf
+
+
+def parameter_tree(config: ModelConfig, leaf: Callable[[TensorSpec], Any]) -> dict:
+    """A nested dict of the structure of the model's parameters, with `leaf(spec)` in each place."""
+    tree: dict = {}
+    for spec in text_tensors(config):
+        insert(tree, spec.path, leaf(spec))
+    return tree
 
 
 def _add_moe(add, prefix: str, path: tuple, config: ModelConfig) -> None:

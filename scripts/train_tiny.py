@@ -21,7 +21,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ import muse_jax
 from checkpoints import CheckpointError, load_text_params, read_config, save_hf
 from muse_jax.config import ConfigError, MLPKind, ModelConfig, default_layer_types, default_layer_uses_rope
 from muse_jax.kv_cache import FullContext
-from muse_jax.layout import TensorSpec, is_skipped, text_tensors
+from muse_jax.layout import TensorSpec, is_skipped, parameter_tree, text_tensors
 from muse_jax.model import MuseSpark, Parameters, SparseMLP
 from muse_jax.numerics import SERVING, round_to
 from muse_jax.tokenizer import TokenizerError
@@ -318,28 +318,12 @@ class BalancedMLP(SparseMLP):
 
 def model_graph(config: ModelConfig, dtype: jnp.dtype) -> nnx.GraphDef:
     """The structure of a model whose mixtures report their load; `nnx.merge` with parameters makes the model."""
-
-    def make() -> MuseSpark:
-        rngs = nnx.Rngs(0)
-        model = MuseSpark(config, dtype=dtype, dense_experts=True, rngs=rngs)
-        param = Parameters({spec.path: spec for spec in text_tensors(config)}, dtype, rngs)
-        for i, layer in enumerate(model.layers):
-            if isinstance(layer.mlp, SparseMLP):
-                layer.mlp = BalancedMLP(config, SERVING, dtype, True, param.at("layers", i, "mlp"))
-        return model
-
-    return nnx.split(nnx.eval_shape(make))[0]
-
-
-def parameter_tree(config: ModelConfig, leaf: Callable[[TensorSpec], Any]) -> dict:
-    """A tree of the structure of the model's parameters, with `leaf(spec)` in each place."""
-    tree: dict = {}
-    for spec in text_tensors(config):
-        node = tree
-        for key in spec.path[:-1]:
-            node = node.setdefault(key, {})
-        node[spec.path[-1]] = leaf(spec)
-    return tree
+    model = MuseSpark(config, dtype=dtype, dense_experts=True)
+    param = Parameters({spec.path: spec for spec in text_tensors(config)}, dtype, rngs=None)
+    for i, layer in enumerate(model.layers):
+        if isinstance(layer.mlp, SparseMLP):
+            layer.mlp = BalancedMLP(config, SERVING, dtype, True, param.at("layers", i, "mlp"))
+    return nnx.split(model)[0]
 
 
 def fresh_parameters(config: ModelConfig, seed: int) -> dict:

@@ -17,7 +17,7 @@ import tokenizers
 import muse_jax
 from checkpoints.hf import save_hf
 from muse_jax.config import TINY, AttentionKind, MLPKind, ModelConfig
-from muse_jax.layout import text_tensors
+from muse_jax.layout import parameter_tree
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -85,20 +85,17 @@ def small_config() -> ModelConfig:
 def small_params(small_config) -> dict:
     """Random everywhere (fresh norms, gates and biases are zero), and rows of the padded vocabulary that would often win."""
     rng = np.random.default_rng(zlib.crc32(b"small_params"))
-    params: dict = {}
-    for spec in text_tensors(small_config):
+
+    def draw(spec) -> np.ndarray:
         array = rng.standard_normal(spec.param_shape, np.float32)
         array *= 0.3 if array.ndim == 1 else 2 / np.sqrt(array.shape[-1])
         if spec.path == ("final_norm",):
             array += 1
         if spec.path == ("lm_head",):
             array[NUM_TOKENS:] *= 3
-        *parents, name = spec.path
-        node = params
-        for key in parents:
-            node = node.setdefault(key, {})
-        node[name] = array
-    return params
+        return array
+
+    return parameter_tree(small_config, draw)
 
 
 NUM_TOKENS = 259  # bytes, <s>, </s>, <pad>

@@ -97,7 +97,7 @@ def case(request) -> Case:
         return jnp.asarray(values, jnp.float32)
 
     numerics = NUMERICS[request.param]
-    model = nnx.eval_shape(lambda: MuseSpark(CONFIG, numerics=numerics, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    model = MuseSpark(CONFIG, numerics=numerics, dtype=jnp.float32)
     graph, state = nnx.split(model)
     nnx.replace_by_pure_dict(state, jax.tree_util.tree_map_with_path(draw, nnx.to_pure_dict(state)))
     model = nnx.merge(graph, state)

@@ -119,7 +119,7 @@ def reference_logits(config, weights, tokens, margins):
 
 def random_weights(config, rng):
     """Every parameter random, vectors too: initial norms, gates and bias (0 and 1) hide mistakes."""
-    model = nnx.eval_shape(lambda: MuseSpark(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    model = MuseSpark(config, dtype=jnp.float32)
 
     def draw(path, shape):
         name = path[-1].key
@@ -190,7 +190,7 @@ def test_model_is_the_specification(rng, name):
             break
     assert min(margins) > ROUTING_MARGIN
     for numerics in NUMERICS.values():
-        model = nnx.eval_shape(lambda n=numerics: MuseSpark(config, numerics=n, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+        model = MuseSpark(config, numerics=numerics, dtype=jnp.float32)
         graph, state = nnx.split(model)
         nnx.replace_by_pure_dict(state, jax.tree.map(jnp.asarray, parameters))
         ours = _logits(nnx.merge(graph, state), jnp.asarray(tokens, jnp.int32)[None])[0]

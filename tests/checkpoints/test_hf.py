@@ -30,7 +30,7 @@ from checkpoints import (
 )
 from checkpoints.shards import StoredTensor, open_directory
 from muse_jax.config import TINY, ConfigError, MLPKind, default_layer_types, default_layer_uses_rope
-from muse_jax.layout import text_tensors
+from muse_jax.layout import insert, text_tensors
 
 BF16, F32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
 
@@ -631,7 +631,7 @@ def random_params(rng, dtype=np.float32):
     params = {}
     for spec in SPECS:
         leaf = rng.standard_normal(spec.param_shape, np.float32)
-        checkpoints.hf._insert(params, spec.path, jnp.asarray(leaf if spec.keep_fp32 else leaf.astype(dtype)))
+        insert(params, spec.path, jnp.asarray(leaf if spec.keep_fp32 else leaf.astype(dtype)))
     return params
 
 
@@ -689,7 +689,7 @@ class TestSave:
         odd = dataclasses.replace(CONFIG, vocab_size=41, moe_hidden_size=3, moe_intermediate_size=5)
         params = {}
         for spec in text_tensors(odd):
-            checkpoints.hf._insert(params, spec.path, rng.standard_normal(spec.param_shape, np.float32))
+            insert(params, spec.path, rng.standard_normal(spec.param_shape, np.float32))
         towers = {"model.vision_tower.odd": np.ones(3, np.uint8), "model.vision_tower.wide": np.ones(1, np.int64)}
         save_hf(params, config_json(odd, "bfloat16"), tmp_path, dtype=BF16, extra_tensors=towers)
         item = {"BF16": 2, "F32": 4, "U8": 1, "I64": 8}
