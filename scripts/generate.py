@@ -52,6 +52,7 @@ class Answer:
     muse: Muse | None = None
     generation: Generation | None = None
     interrupted: bool = False
+    began: float = dataclasses.field(default_factory=time.perf_counter)
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -84,6 +85,7 @@ class Answer:
             "new_tokens": len(tokens),
             "seconds_prefill": None if generation is None else generation.seconds_prefill,
             "seconds_decode": None if generation is None else generation.seconds_decode,
+            "seconds_total": time.perf_counter() - self.began,  # imports, loading and compilation included
             "tokens_per_second": None if generation is None else generation.tokens_per_second,
             "acceptance_length": None,  # there is no draft yet
             "backend": None if muse is None else muse.backend,
@@ -99,7 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             with answer.interruptible():
                 write_answer(args, answer)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Exception) as error:
+            # Interrupted imports can end in an ImportError.
+            if not (answer.interrupted or isinstance(error, KeyboardInterrupt)):
+                raise
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left takes no time
             # Tokens may have come whose text was not written yet; text and tokens of --json shall agree.
             if answer.generation is not None:
@@ -124,6 +129,8 @@ def write_answer(args: argparse.Namespace, answer: Answer) -> None:
     Raises: ValueError or OSError with one line for bad settings or files.
     """
     clock = Clock()
+    if not args.checkpoint.is_dir():
+        raise ValueError(f"{args.checkpoint}: no such directory")
     prompt = read_prompt(args)
     import muse_jax
     from muse_jax.sampling import SamplingParams
@@ -146,6 +153,8 @@ def write_answer(args: argparse.Namespace, answer: Answer) -> None:
             progress=progress,
         )
     clock.lap("load")
+    if args.verbose:
+        note(describe(muse))
     tokens = encode(muse, args, prompt)
     answer.prompt_tokens = len(tokens)
     if prompt is None:
@@ -158,7 +167,6 @@ def write_answer(args: argparse.Namespace, answer: Answer) -> None:
         emit(answer, piece)
         answer.check()
     if args.verbose:
-        note(describe(muse))
         note(f"start-up: {clock}")
 
 
@@ -193,6 +201,7 @@ def print_figures(args: argparse.Namespace, answer: Answer) -> None:
         parts.append(f"first token after {figures['seconds_prefill']:.2f} s")
     if figures["tokens_per_second"] is not None:
         parts.append(f"then {figures['tokens_per_second']:.1f} tokens/s")
+    parts.append(f"{figures['seconds_total']:.1f} s in all")
     print(f"[{', '.join(parts)}; {figures['finish_reason']}]", file=sys.stderr, flush=True)
     if args.json:
         print(json.dumps(figures), flush=True)
@@ -221,8 +230,11 @@ def read_prompt(args: argparse.Namespace) -> str | None:
     if args.prompt is not None:
         return args.prompt
     if args.prompt_file not in (None, "-"):
-        with open(args.prompt_file, "rb") as file:
-            return decode_prompt(file.read(MAX_PROMPT_BYTES + 1), args.prompt_file)
+        try:
+            with open(args.prompt_file, "rb") as file:
+                return decode_prompt(file.read(MAX_PROMPT_BYTES + 1), args.prompt_file)
+        except OSError as error:
+            raise ValueError(f"{args.prompt_file}: {error.strerror}") from None
     if args.prompt_file == "-":
         return decode_prompt(sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1), "stdin")
     if sys.stdin is None:
@@ -375,4 +387,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    if exit_code == INTERRUPTED:
+        # A compilation may still be running in XLA's threads; the ordinary exit would take the ground from under it.
+        sys.stdout.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)

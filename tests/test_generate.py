@@ -8,6 +8,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from scripts import generate, train_tiny
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = {
     *("text", "tokens", "finish_reason", "prompt_tokens", "new_tokens", "seconds_prefill", "seconds_decode"),
-    *("tokens_per_second", "acceptance_length", "backend", "devices"),
+    *("seconds_total", "tokens_per_second", "acceptance_length", "backend", "devices"),
 }
 PROMPT = "Ann has 3 pens.\nShe buys"
 SAMPLED = ("--temperature", "0.9", "--seed", "7", "--max-new-tokens", "12")
@@ -162,6 +163,20 @@ def test_interrupt_keeps_the_text_and_reports_it(start):
     assert "interrupted" in errors and "Traceback" not in errors
 
 
+@pytest.mark.parametrize("seconds", [0.3, 1.0, 2.0])
+def test_interrupt_before_the_first_token_ends_cleanly(start, seconds):
+    """While JAX is imported (the clock starts with the process) and while XLA compiles (it starts with the question)."""
+    process = start("--json", "--no-compilation-cache")
+    if seconds > 0.5:
+        while b"the question is" not in process.stderr.readline():
+            assert process.poll() is None
+    time.sleep(seconds)
+    process.send_signal(signal.SIGINT)
+    out, errors, code = finish(process)
+    assert (code, json.loads(out.splitlines()[-1])["finish_reason"]) == (130, "interrupted")
+    assert "interrupted" in errors and "Traceback" not in errors
+
+
 def test_broken_pipe_ends_quietly(start):
     process = start("--prompt", PROMPT, "--max-new-tokens", "60000")
     assert os.read(process.stdout.fileno(), 1)
@@ -254,7 +269,7 @@ def test_arguments_that_do_not_parse(arguments, message, capsys):
         (["--devices", "3"], "devices = 3: allowed are 1, 2, 4, 8"),
         (["--prompt", "abc", "--max-length", "20"], "max_new_tokens of 256 = 259: max_length is 20"),
         (["--prompt", "a\udce4"], "lone surrogate"),
-        (["--prompt-file", "missing.txt"], "No such file or directory: 'missing.txt'"),
+        (["--prompt-file", "missing.txt"], "missing.txt: No such file or directory"),
     ],
 )
 def test_settings_out_of_range(model_dir, monkeypatch, capsys, arguments, message):
