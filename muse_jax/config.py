@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +28,7 @@ ROUTER_RENORM_EPS = 1e-15
 
 _NUM_LAYERS = 62
 _MAX_SIZE = 2**31 - 1
+_MIN_FLOAT, _MAX_FLOAT = 1e-30, 1e30  # products of two such settings are still float32
 # Far above any model; they keep a hostile file from asking for tables of billions of entries.
 _MAX_OF = {"num_hidden_layers": 4096, "num_local_experts": 65_536}
 
@@ -183,8 +183,10 @@ def _integer(raw: Mapping[str, Any], field: str, default: int, minimum: int) -> 
 
 def _number(raw: Mapping[str, Any], field: str, default: float) -> float:
     value = raw.get(field, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
-        raise ConfigError(f"{field} = {_shown(value)}: expected a finite number above 0")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _MIN_FLOAT <= value <= _MAX_FLOAT:
+        raise ConfigError(
+            f"{field} = {_shown(value)}: expected a finite number above 0 (from {_MIN_FLOAT:g} to {_MAX_FLOAT:g})"
+        )
     return float(value)
 
 

@@ -28,7 +28,7 @@ NO_TOKEN = -1  # fills `StepOutput.tokens` beyond `count`
     data_fields=["params"],
     meta_fields=["graph", "tree_size", "valid_vocab"],
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Model:
     """A loaded model as a plain pytree: arrays in a nested dict (cheap to flatten), everything else static.
 

@@ -41,7 +41,7 @@ class KVCache:
     def empty(cls, config: ModelConfig, batch: int, slots: int, tree_size: int, dtype: jnp.dtype) -> KVCache:
         """slots: positions a global layer can hold. Padding of a prompt's last chunk and rows of an unfinished step need room
         too: a write past the end would be moved back over older rows."""
-        ring = ring_capacity(config, tree_size)
+        ring = ring_capacity(config, slots, tree_size)
 
         def pair(layer_idx: int) -> KV:
             size = slots if config.window(layer_idx) is None else ring
@@ -52,9 +52,12 @@ class KVCache:
         return cls(layers, jnp.full((batch, ring), -1, jnp.int32))
 
 
-def ring_capacity(config: ModelConfig, tree_size: int) -> int:
-    """Slots of a sliding layer's ring: the window but the query's own key, and every row of a step."""
-    return (config.sliding_window or 1) - 1 + tree_size
+def ring_capacity(config: ModelConfig, slots: int, tree_size: int) -> int:
+    """Slots of a sliding layer's ring: the window but the query's own key, and every row of a step.
+
+    A window wider than the sequences that the caches are for (`slots`) shows all of them, and takes no more room.
+    """
+    return min(config.sliding_window or 1, slots) - 1 + tree_size
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["positions"], meta_fields=[])
@@ -66,7 +69,7 @@ class FullContext:
 
     @classmethod
     def create(cls, num_tokens: int) -> FullContext:
-        return cls(jnp.arange(num_tokens, dtype=jnp.int32)[None])
+        return cls(_arange(num_tokens)[None])
 
     def attend(self, q, k, v, cache: None, window: int | None, scale: float, numerics: Numerics):
         """q: [B, T, N, H]; k, v: [B, T, K, H]; see the other contexts. Returns ([B, T, N, H] fp32, cache)."""
@@ -93,7 +96,7 @@ class PrefillContext:
     @classmethod
     def create(cls, start: jax.Array, lengths: jax.Array, num_tokens: int) -> PrefillContext:
         """lengths: [B], of the whole prompts."""
-        positions = start + jnp.arange(num_tokens, dtype=jnp.int32)
+        positions = start + _arange(num_tokens)
         return cls(start, positions[None], jnp.clip(lengths - start, 0, num_tokens))
 
     def attend(self, q, k, v, cache: KV, window: int | None, scale: float, numerics: Numerics):
@@ -108,7 +111,8 @@ class PrefillContext:
             cache = tuple(lax.dynamic_update_slice_in_dim(c, x, self.start, 2) for c, x in zip(cache, (k, v), strict=True))
             return attend_prefix(q, *cache, self.start, scale, numerics), cache
         capacity = cache[0].shape[2]
-        before = (self.start - (window - 1) + jnp.arange(window - 1)) % capacity
+        window = min(window, capacity)  # less only where the ring holds every position
+        before = (self.start - (window - 1) + _arange(window - 1)) % capacity
         k_band, v_band = (jnp.concatenate([jnp.take(c, before, axis=2), x], axis=2) for c, x in zip(cache, (k, v), strict=True))
         out = attend_band(q, k_band, v_band, self.start, window, scale, numerics)
         row, written = self._newest_row(capacity)
@@ -124,7 +128,7 @@ class PrefillContext:
     def _newest_row(self, capacity: int) -> tuple[jax.Array, jax.Array]:
         """For every ring slot the last row of the chunk that belongs in it, and whether there is one: [B, capacity]."""
         last = self.counts[:, None] - 1
-        row = last - (self.start + last - jnp.arange(capacity)[None, :]) % capacity
+        row = last - (self.start + last - _arange(capacity)[None, :]) % capacity
         return jnp.maximum(row, 0), row >= 0
 
 
@@ -151,13 +155,13 @@ class DecodeContext:
     @classmethod
     def create(cls, cache: KVCache, start: jax.Array, num_rows: int, config: ModelConfig) -> DecodeContext:
         """start: [B], the number of committed positions; rows are consecutive."""
-        rows = jnp.arange(num_rows, dtype=jnp.int32)
+        rows = _arange(num_rows)
         positions = start[:, None] + rows[None, :]
         oldest = positions[:, :, None] - (config.sliding_window or 1) + 1  # position a sliding layer still sees
         ring = cache.ring_positions[:, None, :]
         ring_visible = (ring >= jnp.maximum(oldest, 0)) & (ring < start[:, None, None])
         global_slots = [keys.shape[2] for i, (keys, _) in enumerate(cache.layers) if config.window(i) is None]
-        slots = jnp.arange(global_slots[0] if global_slots else 0)[None, None, :]
+        slots = _arange(global_slots[0] if global_slots else 0)[None, None, :]
         shape = (start.shape[0], num_rows, num_rows)
         rows_visible = jnp.broadcast_to(rows[None, None, :] <= rows[None, :, None], shape)
         return cls(
@@ -182,7 +186,7 @@ class DecodeContext:
 
     def ring_positions(self, old: jax.Array) -> jax.Array:
         """Positions the ring holds after these rows, [B, ring slots]."""
-        row = (jnp.arange(old.shape[1])[None, :] - self.start[:, None]) % old.shape[1]
+        row = (_arange(old.shape[1])[None, :] - self.start[:, None]) % old.shape[1]
         return jnp.where(row < self.positions.shape[1], self.start[:, None] + row, old)
 
 
@@ -206,17 +210,26 @@ def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array, ring: int | 
         rows_b, start_b = rows[b : b + 1], start[b]
         if ring is None or num_rows == 1:
             slot = start_b if ring is None else start_b % ring
-            cache = lax.dynamic_update_slice(cache, rows_b, (b, 0, slot, 0))
+            cache = lax.dynamic_update_slice(cache, rows_b, _index(b, slot))
             continue
         # A run that crosses the ring's end is two: up to the end, and from slot 0. Each is a merge with what is there.
         slot = start_b % ring
         for begin, first_row in ((jnp.minimum(slot, ring - num_rows), 0), (jnp.int32(0), ring)):
-            row = begin + first_row + jnp.arange(num_rows) - slot
+            row = begin + first_row + _arange(num_rows) - slot
             inside = ((row >= 0) & (row < num_rows))[None, None, :, None]
-            old = lax.dynamic_slice(cache, (b, 0, begin, 0), rows_b.shape)
+            old = lax.dynamic_slice(cache, _index(b, begin), rows_b.shape)
             new = jnp.take(rows_b, jnp.clip(row, 0, num_rows - 1), axis=2)
-            cache = lax.dynamic_update_slice(cache, jnp.where(inside, new, old), (b, 0, begin, 0))
+            cache = lax.dynamic_update_slice(cache, jnp.where(inside, new, old), _index(b, begin))
     return cache
+
+
+def _arange(size: int) -> jax.Array:
+    return jnp.arange(size, dtype=jnp.int32)  # also where jax_enable_x64 is on
+
+
+def _index(row: int, slot: jax.Array) -> tuple:
+    """Where a slice of a cache begins; all int32, as a slice wants its indices alike."""
+    return jnp.int32(row), jnp.int32(0), slot, jnp.int32(0)
 
 
 def _heads_first(x: jax.Array) -> jax.Array:

@@ -60,6 +60,8 @@ def load(
     """
     from checkpoints import hf  # the one import of this package from here; see DESIGN section 2
 
+    if jax.config.jax_enable_x64:
+        raise ValueError("jax_enable_x64 is on: muse_jax counts positions in 32 bits and needs it off, as it is by default")
     backend = resolve_backend(backend)
     if numerics not in NUMERICS:
         raise ValueError(f"numerics = {numerics!r}: allowed are {', '.join(map(repr, NUMERICS))}")
@@ -91,7 +93,7 @@ def load(
     return Muse(model, config, tokenizer, mesh, backend, max_length, prefill_chunk)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Muse:
     """A loaded checkpoint. `model` is the pytree that `muse_jax.decode` takes; `tokenizer` is None if there was none."""
 
@@ -111,8 +113,9 @@ class Muse:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a text: those of generation_config.json, else of config.json."""
-        return self.config.eos_token_ids if self.tokenizer is None else self.tokenizer.stop_token_ids
+        """Tokens that end a text: those of the tokenizer (see `Tokenizer.from_directory`), without one of config.json."""
+        ids = self.config.eos_token_ids if self.tokenizer is None else self.tokenizer.stop_token_ids
+        return tuple(token for token in ids if token < self.config.vocab_size)
 
     def logits(self, tokens: Tokens, lengths: Sequence[int] | None = None) -> jax.Array:
         """Logits of whole sequences, without a cache.

@@ -175,13 +175,13 @@ def experts(x: jax.Array, idx: jax.Array, gate_up: jax.Array, down: jax.Array, n
     block = _block_rows(routed, num_experts)
     num_blocks = (routed + min(num_experts, routed) * (block - 1)) // block
     expert_of = idx.reshape(routed)
-    order = jnp.argsort(expert_of, stable=True)
-    counts = jnp.sum(expert_of[:, None] == jnp.arange(num_experts)[None, :], axis=0)
+    order = jnp.argsort(expert_of, stable=True).astype(jnp.int32)
+    counts = jnp.sum(expert_of[:, None] == jnp.arange(num_experts)[None, :], axis=0, dtype=jnp.int32)
     blocks_of = (counts + block - 1) // block
-    last_block = jnp.cumsum(blocks_of)
+    last_block = jnp.cumsum(blocks_of, dtype=jnp.int32)
     # A routed row's place: its expert's first block, plus its rank among that expert's rows.
     sorted_expert = expert_of[order]
-    rank = jnp.arange(routed) - (jnp.cumsum(counts) - counts)[sorted_expert]
+    rank = jnp.arange(routed, dtype=jnp.int32) - (jnp.cumsum(counts, dtype=jnp.int32) - counts)[sorted_expert]
     place = (last_block - blocks_of)[sorted_expert] * block + rank
     source = jnp.zeros(num_blocks * block, jnp.int32).at[place].set(order // top_k, unique_indices=True)
     expert_of_block = jnp.searchsorted(last_block, jnp.arange(num_blocks), side="right")

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _MAX_TOKENIZER_BYTES = 256 << 20
 _MAX_JSON_BYTES = 32 << 20
 _MAX_TEMPLATE_BYTES = 1 << 20
+_MAX_VOCAB = 1 << 24
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # names in use for one thing, the standard one first
@@ -110,10 +111,12 @@ class Tokenizer:
                 continue
             content = value.get("content") if isinstance(value, dict) else value
             if not isinstance(content, str):
-                raise TokenizerError(f"tokenizer_config.json: {name} = {value!r}: expected a string or an added token")
+                raise TokenizerError(f"tokenizer_config.json: {name} = {_shown(value)}: expected a string or an added token")
             special_tokens[name] = content
 
         size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        if size > _MAX_VOCAB:  # the library walks every id up to the largest when it copies a tokenizer
+            raise TokenizerError(f"{path / 'tokenizer.json'}: token id {size - 1}: ids up to {_MAX_VOCAB - 1} are supported")
 
         def from_token(kind: str) -> tuple[int, ...]:
             content = special_tokens.get(f"{kind}_token")
@@ -121,7 +124,7 @@ class Tokenizer:
                 return ()
             token_id = backend.token_to_id(content)
             if token_id is None:
-                raise TokenizerError(f"tokenizer_config.json: {kind}_token {content!r} is not in tokenizer.json")
+                raise TokenizerError(f"tokenizer_config.json: {kind}_token {_shown(content)} is not in tokenizer.json")
             return (token_id,)
 
         def from_ids(kind: str) -> tuple[int, ...]:
@@ -251,7 +254,8 @@ class StreamDecoder:
         backend = tokenizer._backend
         added = backend.get_added_tokens_decoder().values()
         self._skipped = {token.content for token in added if token.special} if skip_special_tokens else set()
-        self._byte_fallback = _check_streamable(json.loads(backend.to_str()).get("decoder"))
+        decoder = backend.decoder  # its state is JSON; that of the whole tokenizer would take long
+        self._byte_fallback = _check_streamable(json.loads(decoder.__getstate__()) if decoder else None)
         self._reset()
 
     def push(self, ids: Iterable[int]) -> str:
@@ -377,9 +381,9 @@ def _token_ids(value: Any, where: str, vocab_size: int) -> tuple[int, ...]:
     ids = tuple(value) if isinstance(value, list) else (value,)
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int):
-            raise TokenizerError(f"{where} = {value!r}: expected a token id, a list of them or null")
+            raise TokenizerError(f"{where} = {_shown(value)}: expected a token id, a list of them or null")
         if not 0 <= token < vocab_size:
-            raise TokenizerError(f"{where} = {value!r}: tokenizer.json knows ids 0 to {vocab_size - 1}")
+            raise TokenizerError(f"{where} = {_shown(value)}: tokenizer.json knows ids 0 to {vocab_size - 1}")
     return tuple(dict.fromkeys(ids))
 
 
@@ -426,6 +430,11 @@ def _read_chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
     return {entry["name"]: entry["template"] for entry in named}
 
 
+def _shown(value: Any) -> str:
+    """A value of a file as a message may show it."""
+    return _one_line(ascii(value), 80)
+
+
 def _one_line(error: BaseException | str, limit: int = 300) -> str:
     text = " ".join(str(error)[: 4 * limit].split())
     return text if len(text) <= limit else text[:limit] + "..."
@@ -443,7 +452,7 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, Mapping):
         for key in value:
             if not isinstance(key, str):
-                raise TokenizerError(f"{where} has the key {key!r}: keys are strings")
+                raise TokenizerError(f"{where} has the key {_shown(key)}: keys are strings")
         return {str.__str__(key): _plain(item, f"{where}.{key}") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, f"{where}[{i}]") for i, item in enumerate(value)]

@@ -9,7 +9,8 @@ The text goes to stdout as it comes, a line of figures to stderr. A prompt is co
 kept in $XDG_CACHE_HOME/muse_jax (~/.cache/muse_jax), so that later runs start faster; JAX_COMPILATION_CACHE_DIR names
 another directory, JAX_ENABLE_COMPILATION_CACHE=0 turns this off.
 
-Exit code: 0; 2 for bad arguments or files; 130 after Ctrl-C; 141 if the reader of stdout has gone.
+Exit code: 0; 1 if the device fails (out of memory); 2 for bad arguments or files; 130 after Ctrl-C; 141 if the reader of
+stdout has gone.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ SAMPLE_QUESTION = (
     "How many rolls are left?"
 )
 MAX_PROMPT_BYTES = 16 << 20  # a million tokens of English are about 5 MB
-BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 2, 130, 141  # exit codes; the last two are 128 + the number of the signal
+FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141  # exit codes; the last two are 128 + the number of the signal
 
 
 @dataclasses.dataclass
@@ -60,14 +61,26 @@ class Answer:
         for one) from places that drop what that code raises."""
 
         def interrupt(signum: int, frame: Any) -> None:
+            if self.interrupted:
+                os._exit(INTERRUPTED)  # asked twice: does not wait for a compilation to end
             self.interrupted = True
             raise KeyboardInterrupt
 
-        before = signal.signal(signal.SIGINT, interrupt)
+        def dropped(unraisable: Any) -> None:
+            if not (self.interrupted and unraisable.exc_type is KeyboardInterrupt):
+                hook(unraisable)
+
+        before, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
+        if before is signal.SIG_IGN:  # started in the background, or by nohup
+            yield
+            return
+        signal.signal(signal.SIGINT, interrupt)
+        sys.unraisablehook = dropped
         try:
             yield
         finally:
             signal.signal(signal.SIGINT, before)
+            sys.unraisablehook = hook
 
     def check(self) -> None:
         if self.interrupted:
@@ -95,6 +108,7 @@ class Answer:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code, or raises SystemExit(2) for arguments that do not parse."""
+    open_streams()
     args = parse_arguments(argv)
     answer = Answer()
     try:
@@ -120,7 +134,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         note(f"{error.name} is not installed: pip install -e .")
         return BAD_INPUT
+    except RuntimeError as error:
+        if type(error).__name__ != "JaxRuntimeError":
+            raise
+        note(f"the device failed: {str(error).splitlines()[0][:300]}")  # out of memory, most of all
+        return FAILED
     return INTERRUPTED if answer.interrupted else 0
+
+
+def open_streams() -> None:
+    """Stands in for streams that the caller closed, and lets none fail over a character that it cannot show."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (for the process's life)
+        elif mode == "w" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
 
 
 def write_answer(args: argparse.Namespace, answer: Answer) -> None:
@@ -202,13 +231,18 @@ def print_figures(args: argparse.Namespace, answer: Answer) -> None:
     if figures["tokens_per_second"] is not None:
         parts.append(f"then {figures['tokens_per_second']:.1f} tokens/s")
     parts.append(f"{figures['seconds_total']:.1f} s in all")
-    print(f"[{', '.join(parts)}; {figures['finish_reason']}]", file=sys.stderr, flush=True)
+    report(f"[{', '.join(parts)}; {figures['finish_reason']}]")
     if args.json:
         print(json.dumps(figures), flush=True)
 
 
 def note(message: str) -> None:
-    print(f"{NAME}: {message}", file=sys.stderr, flush=True)
+    report(f"{NAME}: {message}")
+
+
+def report(line: str) -> None:
+    with contextlib.suppress(OSError):  # a full disk behind stderr must not cost the answer
+        print(line, file=sys.stderr, flush=True)
 
 
 def describe(muse: Muse) -> str:
@@ -237,8 +271,6 @@ def read_prompt(args: argparse.Namespace) -> str | None:
             raise ValueError(f"{args.prompt_file}: {error.strerror}") from None
     if args.prompt_file == "-":
         return decode_prompt(sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1), "stdin")
-    if sys.stdin is None:
-        return None
     # Not a terminal, but neither what services and schedulers give programs that have no input (/dev/null, a socket).
     mode = os.fstat(sys.stdin.fileno()).st_mode
     if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
@@ -284,6 +316,8 @@ def use_compilation_cache() -> None:
     base = os.environ.get("XDG_CACHE_HOME", "")
     directory = Path(base if os.path.isabs(base) else os.path.expanduser("~/.cache"), "muse_jax")
     try:
+        if not directory.is_absolute():
+            raise FileNotFoundError(0, "no home directory")
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.stat()
         # What lies there is run as machine code.

@@ -134,7 +134,7 @@ def test_rows_that_are_not_committed_leave_no_trace(case):
 def test_ring_holds_what_a_linear_cache_holds(case):
     """A ring longer than the sequence never wraps: its slot is the position. Short rings must hold the same rows."""
     linear, *rings = (prefill(case.model, case.tokens, *how)[1] for how in ((64, TOTAL), (7, TREE), (64, TREE)))
-    assert ring_capacity(CONFIG, TREE) < max(LENGTHS) < TOTAL < linear.ring_positions.shape[1]
+    assert ring_capacity(CONFIG, TOTAL, TREE) < max(LENGTHS) < TOTAL < linear.ring_positions.shape[1]
     stored = np.array(LENGTHS)
     for rows in (0, TREE, 1, 1):
         if rows:

@@ -12,6 +12,8 @@ import pytest
 from jax.sharding import Mesh
 
 import muse_jax
+from muse_jax import Model, Muse
+from muse_jax.model import MuseSpark
 
 PROMPT = "2 + 2 ="
 STOP = 257  # </s>, as config.json says
@@ -274,3 +276,26 @@ def test_hf_numerics_in_bfloat16(checkpoint):
     assert int(out.tokens[0, 0]) == logits[0, -1, :259].argmax()
     state, out = muse.decode(state)
     assert int(out.count[0]) == 1
+
+
+def test_window_far_wider_than_the_request(small_config, small_params):
+    """The ring holds no more than the request; what is seen is everything."""
+    config = dataclasses.replace(small_config, sliding_window=2**31 - 1)
+    module = MuseSpark(config, dtype=jnp.float32)
+    model = Model.create(module, jax.tree.map(jnp.asarray, small_params), valid_vocab=259)
+    wide = Muse(model, config, None, None, "xla", max_length=512, prefill_chunk=16)
+    prompt = list(range(5, 45))
+    state, out = wide.prefill([prompt], max_new_tokens=4, stop_token_ids=[])
+    assert state.cache.ring_positions.shape[1] < 512
+    tokens = [int(out.tokens[0, 0])]
+    while not out.done.all():
+        state, out = wide.decode(state)
+        tokens.append(int(out.tokens[0, 0]))
+    logits = wide.logits([prompt + tokens])[0, len(prompt) - 1 : -1, :259]
+    assert tokens == jnp.argmax(logits, axis=-1).tolist()
+
+
+def test_64_bit_types_are_refused(checkpoint):
+    with jax.enable_x64(True), pytest.raises(ValueError) as error:
+        muse_jax.load(checkpoint)
+    assert "jax_enable_x64 is on" in one_line(error)

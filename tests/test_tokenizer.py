@@ -166,6 +166,15 @@ def test_truncation_and_padding_are_off(tmp_path):
     assert len(tokenizer.encode("ab")) <= 2
 
 
+def test_token_ids_far_apart_are_refused_at_once(tmp_path):
+    """The library walks every id up to the largest when it writes a tokenizer out."""
+    vocab = {letter: i for i, letter in enumerate("ab")} | {"c": 2**32 - 2}
+    content = {"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "vocab": vocab, "merges": []}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(TokenizerError, match="token id 4294967294: ids up to"):
+        Tokenizer.from_directory(tmp_path)
+
+
 @pytest.mark.parametrize(
     "name, content, message",
     [
