@@ -69,6 +69,14 @@ def model_dir(tmp_path_factory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module", autouse=True)
+def interrupts_arrive():
+    """Where these tests run in the background SIGINT is ignored, and programs they start would inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture(scope="module")
 def start(model_dir, tmp_path_factory):
     """Starts generate.py on the checkpoint; processes share a compilation cache, whose directory is `start.cache`."""
@@ -192,6 +200,16 @@ def test_interrupt_that_an_import_turns_into_its_own_error(monkeypatch, capsys):
     finally:
         signal.signal(signal.SIGINT, before)
     assert json.loads(capsys.readouterr().out)["finish_reason"] == "interrupted"
+
+
+def test_ignored_interrupts_stay_ignored():
+    """As nohup and shells ask of programs in the background."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with generate.Answer().interruptible():
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("stream, shell", [("stdout", ">&-"), ("stderr", "2>&-"), ("stderr", "2>/dev/full")])
