@@ -224,7 +224,7 @@ def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array, ring: int | 
 
 
 def _arange(size: int) -> jax.Array:
-    return jnp.arange(size, dtype=jnp.int32)  # also where jax_enable_x64 is on
+    return jnp.arange(size, dtype=jnp.int32)  # positions, rows and slots are int32 throughout
 
 
 def _index(row: int, slot: jax.Array) -> tuple:
