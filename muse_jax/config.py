@@ -114,17 +114,17 @@ class ModelConfig:
         if model_type == "muse_spark":
             text = raw.get("text_config")
             if not isinstance(text, Mapping):
-                raise ConfigError(f"text_config = {_shown(text)}: expected an object holding the text decoder's fields")
+                raise ConfigError(f"text_config = {shown(text)}: expected an object holding the text decoder's fields")
             if text.get("model_type", "muse_spark_text") != "muse_spark_text":
-                raise ConfigError(f"text_config.model_type = {_shown(text['model_type'])}: only 'muse_spark_text' is supported")
+                raise ConfigError(f"text_config.model_type = {shown(text['model_type'])}: only 'muse_spark_text' is supported")
             placeholders = tuple(
-                _integer(raw, f"{kind}_token_id", default, minimum=0)
+                integer_field(raw, f"{kind}_token_id", default, minimum=0)
                 for kind, default in (("image", 200_092), ("video", 200_091), ("audio", 200_038))
             )
         elif model_type == "muse_spark_text":
             text, placeholders = raw, ()
         else:
-            raise ConfigError(f"model_type = {_shown(model_type)}: only 'muse_spark' and 'muse_spark_text' are supported")
+            raise ConfigError(f"model_type = {shown(model_type)}: only 'muse_spark' and 'muse_spark_text' are supported")
         for holder in (raw, text):
             if holder.get("quantization_config") is not None:
                 raise ConfigError("quantization_config is set: quantised checkpoints are not supported by this version")
@@ -133,11 +133,11 @@ class ModelConfig:
         default = cls()
         values: dict[str, Any] = {"placeholder_token_ids": placeholders}
         for field in _POSITIVE_INTEGERS:
-            values[field] = _integer(text, field, getattr(default, field), minimum=1)
+            values[field] = integer_field(text, field, getattr(default, field), minimum=1)
         for field in _FLOATS:
-            values[field] = _number(text, field, getattr(default, field))
+            values[field] = number_field(text, field, getattr(default, field))
         window = text.get("sliding_window", default.sliding_window)
-        values["sliding_window"] = None if window is None else _integer(text, "sliding_window", window, minimum=1)
+        values["sliding_window"] = None if window is None else integer_field(text, "sliding_window", window, minimum=1)
 
         num_layers = values["num_hidden_layers"]
         values["layer_types"] = _kinds(text, "layer_types", AttentionKind, default_layer_types(num_layers))
@@ -164,7 +164,7 @@ _FLOATS = (
 )  # fmt: skip
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     """A value of the file as a message may show it: short, on one line."""
     try:
         text = repr(value)
@@ -173,26 +173,24 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _integer(raw: Mapping[str, Any], field: str, default: int, minimum: int) -> int:
+def integer_field(raw: Mapping[str, Any], field: str, default: int, minimum: int) -> int:
     value = raw.get(field, default)
     maximum = _MAX_OF.get(field, _MAX_SIZE)
     if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
-        raise ConfigError(f"{field} = {_shown(value)}: expected an integer from {minimum} to {maximum}")
+        raise ConfigError(f"{field} = {shown(value)}: expected an integer from {minimum} to {maximum}")
     return value
 
 
-def _number(raw: Mapping[str, Any], field: str, default: float) -> float:
+def number_field(raw: Mapping[str, Any], field: str, default: float) -> float:
     value = raw.get(field, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not _MIN_FLOAT <= value <= _MAX_FLOAT:
-        raise ConfigError(
-            f"{field} = {_shown(value)}: expected a finite number above 0 (from {_MIN_FLOAT:g} to {_MAX_FLOAT:g})"
-        )
+        raise ConfigError(f"{field} = {shown(value)}: expected a finite number above 0 (from {_MIN_FLOAT:g} to {_MAX_FLOAT:g})")
     return float(value)
 
 
 def _token_id(raw: Mapping[str, Any], field: str, default: int | None) -> int | None:
     value = raw.get(field, default)
-    return None if value is None else _integer(raw, field, value, minimum=0)
+    return None if value is None else integer_field(raw, field, value, minimum=0)
 
 
 def token_id_list(value: Any, field: str) -> tuple[int, ...]:
@@ -200,7 +198,7 @@ def token_id_list(value: Any, field: str) -> tuple[int, ...]:
     ids = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token <= _MAX_SIZE:
-            raise ConfigError(f"{field} = {_shown(value)}: expected a token id, a list of token ids or null")
+            raise ConfigError(f"{field} = {shown(value)}: expected a token id, a list of token ids or null")
     return ids
 
 
@@ -221,7 +219,7 @@ def _kinds(raw: Mapping[str, Any], field: str, kind: type[enum.StrEnum], default
     allowed = [str(member) for member in kind]
     for i, entry in enumerate(value):
         if entry not in allowed:
-            raise ConfigError(f"{field}[{i}] = {_shown(entry)}: allowed are {' and '.join(map(repr, allowed))}")
+            raise ConfigError(f"{field}[{i}] = {shown(entry)}: allowed are {' and '.join(map(repr, allowed))}")
     return tuple(kind(entry) for entry in value)
 
 
@@ -230,14 +228,14 @@ def _rope_theta(raw: Mapping[str, Any], default: float) -> float:
     if rope is None:
         return default
     if not isinstance(rope, Mapping):
-        raise ConfigError(f"rope_parameters = {_shown(rope)}: expected an object with rope_type and rope_theta")
+        raise ConfigError(f"rope_parameters = {shown(rope)}: expected an object with rope_type and rope_theta")
     rope_type = rope.get("rope_type", "default")
     if rope_type != "default":
-        raise ConfigError(f"rope_parameters.rope_type = {_shown(rope_type)}: only 'default' is supported")
+        raise ConfigError(f"rope_parameters.rope_type = {shown(rope_type)}: only 'default' is supported")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         value = rope["partial_rotary_factor"]
-        raise ConfigError(f"rope_parameters.partial_rotary_factor = {_shown(value)}: only 1.0 is supported")
-    return _number(rope, "rope_theta", default)
+        raise ConfigError(f"rope_parameters.partial_rotary_factor = {shown(value)}: only 1.0 is supported")
+    return number_field(rope, "rope_theta", default)
 
 
 def _layer_uses_rope(raw: Mapping[str, Any], num_layers: int, theta: float) -> tuple[bool, ...]:
@@ -247,7 +245,7 @@ def _layer_uses_rope(raw: Mapping[str, Any], num_layers: int, theta: float) -> t
     for i, entry in enumerate(value):
         # Engines disagree on a per-layer base (transformers reads only whether it is zero), so it must be the base.
         if isinstance(entry, bool) or not isinstance(entry, (int, float)) or entry not in (0, theta):
-            raise ConfigError(f"layer_rope_theta[{i}] = {_shown(entry)}: allowed are 0 and rope_theta = {theta:g}")
+            raise ConfigError(f"layer_rope_theta[{i}] = {shown(entry)}: allowed are 0 and rope_theta = {theta:g}")
     return tuple(entry != 0 for entry in value)
 
 
@@ -266,7 +264,7 @@ def _refuse_other_models(raw: Mapping[str, Any]) -> None:
     }
     for field, value in neutral.items():
         if field in raw and raw[field] not in (value, None):
-            raise ConfigError(f"{field} = {_shown(raw[field])}: only {_shown(value)} is supported")
+            raise ConfigError(f"{field} = {shown(raw[field])}: only {shown(value)} is supported")
     if "final_logit_softcapping" in raw and raw["final_logit_softcapping"] is None:
         raise ConfigError("final_logit_softcapping = None: expected a finite number above 0")
 
@@ -295,7 +293,7 @@ def _check(config: ModelConfig) -> None:
     if config.sliding_window is None and AttentionKind.SLIDING in config.layer_types:
         raise ConfigError("sliding_window = None: expected an integer above 0 where layer_types has 'sliding_attention'")
     if config.dtype not in ("bfloat16", "float32"):
-        raise ConfigError(f"dtype = {_shown(config.dtype)}: allowed are 'bfloat16' and 'float32'")
+        raise ConfigError(f"dtype = {shown(config.dtype)}: allowed are 'bfloat16' and 'float32'")
 
 
 MUSE_SPARK_OPEN = ModelConfig()

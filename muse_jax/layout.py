@@ -1,7 +1,8 @@
-"""The one table of a model's text tensors: names in the checkpoint, shapes, dtypes, place in the parameter tree, sharding.
+"""The tables of a target's text tensors and of a draft's: names in the checkpoint, shapes, dtypes, place in the parameter
+tree, sharding.
 
-Loading, saving and sharding read this table, so a tensor that it does not name does not exist. It needs nothing but
-`ModelConfig`.
+Loading, saving and sharding read these tables, so a tensor that they do not name does not exist. They need nothing but the
+configs.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from muse_jax.config import MLPKind, ModelConfig
+from muse_jax.draft_config import DraftConfig
 
 TEXT_PREFIX = "model.language_model."
 
@@ -88,6 +90,53 @@ def text_tensors(config: ModelConfig) -> tuple[TensorSpec, ...]:
     return tuple(specs)
 
 
+def draft_tensors(config: DraftConfig) -> tuple[TensorSpec, ...]:
+    """Every tensor of a DFlash2 draft (dflash2.md section 1.2), in file order."""
+    specs: list[TensorSpec] = []
+    d, v, r = config.hidden_size, config.vocab_size, config.selector_rank
+    taps, groups = config.conv_kernel_size, config.conv_groups
+
+    def add(name: str, path: tuple, *shape: int, **kwargs) -> None:
+        specs.append(TensorSpec(name, shape, path, kwargs.pop("param_shape", shape), **kwargs))
+
+    add("fc.weight", ("fc",), d, len(config.target_layer_ids) * d, shard_axis=1)
+    add("hidden_norm.weight", ("hidden_norm",), d)
+    for i in range(config.num_hidden_layers):
+        prefix, layer = f"layers.{i}.", ("layers", i)
+        add(prefix + "input_layernorm.weight", (*layer, "input_norm"), d)
+        add(prefix + "post_attention_layernorm.weight", (*layer, "pre_ffn_norm"), d)
+        for name, rows in (("q_proj", config.q_size), ("k_proj", config.kv_size), ("v_proj", config.kv_size)):
+            add(f"{prefix}self_attn.{name}.weight", (*layer, name), rows, d, shard_axis=0)
+            if config.attention_bias:
+                add(f"{prefix}self_attn.{name}.bias", (*layer, name.replace("proj", "bias")), rows, shard_axis=0)
+        add(prefix + "self_attn.o_proj.weight", (*layer, "o_proj"), d, config.q_size, shard_axis=1)
+        if config.attention_bias:
+            add(prefix + "self_attn.o_proj.bias", (*layer, "o_bias"), d)
+        for name in ("q_norm", "k_norm"):
+            add(f"{prefix}self_attn.{name}.weight", (*layer, name), config.head_dim)
+        for conv in ("attention_conv", "mlp_conv"):
+            add(f"{prefix}{conv}.base_kernel", (*layer, conv, "base_kernel"), 2, taps, d)
+            # Rows are ordered by side, tap and group.
+            add(
+                f"{prefix}{conv}.kernel_projection.weight",
+                (*layer, conv, "kernel_projection"),
+                2 * taps * groups,
+                d,
+                shard_axis=0,
+            )
+        f = config.intermediate_size
+        add(prefix + "mlp.gate_proj.weight", (*layer, "gate_proj"), f, d, shard_axis=0)
+        add(prefix + "mlp.up_proj.weight", (*layer, "up_proj"), f, d, shard_axis=0)
+        add(prefix + "mlp.down_proj.weight", (*layer, "down_proj"), d, f, shard_axis=1)
+    add("norm.weight", ("final_norm",), d)
+    add("candidate_selector.predecessor_codebook", ("predecessor_codebook",), v, r)
+    add("candidate_selector.successor_codebook", ("successor_codebook",), v, r)
+    add("candidate_selector.hidden_projection.weight", ("selector_projection",), r, d)
+    if config.has_mask_embedding:
+        add("mask_embedding", ("mask_embedding",), d)
+    return tuple(specs)
+
+
 def insert(tree: dict, path: tuple[str | int, ...], leaf: Any) -> None:
     """Puts `leaf` into a nested dict at `path`."""
     for key in path[:-1]:
@@ -95,10 +144,15 @@ def insert(tree: dict, path: tuple[str | int, ...], leaf: Any) -> None:
     tree[path[-1]] = leaf
 
 
-def parameter_tree(config: ModelConfig, leaf: Callable[[TensorSpec], Any]) -> dict:
+def tensors(config: ModelConfig | DraftConfig) -> tuple[TensorSpec, ...]:
+    """The table of a target or of a draft."""
+    return draft_tensors(config) if isinstance(config, DraftConfig) else text_tensors(config)
+
+
+def parameter_tree(config: ModelConfig | DraftConfig, leaf: Callable[[TensorSpec], Any]) -> dict:
     """A nested dict of the structure of the model's parameters, with `leaf(spec)` in each place."""
     tree: dict = {}
-    for spec in text_tensors(config):
+    for spec in tensors(config):
         insert(tree, spec.path, leaf(spec))
     return tree
 
