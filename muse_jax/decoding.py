@@ -2,7 +2,13 @@
 
     state, out = step(model, state)        step = jax.jit(muse_jax.decode, donate_argnames="state")
 
-A step is one dispatch: no host transfer, fixed shapes, the KV cache donated and updated in place.
+    draft:   block [anchor, mask, ...] -> candidates and lattice -> tree or chain of proposed tokens
+    verify:  one target forward over its nodes -> logits, keys and values, taps
+    accept:  walk down the tree as far as the target's choices are in it; one more token comes from the last node
+    commit:  write the accepted rows to the target's cache, and what their taps give to the draft's
+
+A step is one dispatch: no host transfer, fixed shapes, the caches donated and updated in place. Without a draft the tree is
+its root, and a step emits one token.
 """
 
 from __future__ import annotations
@@ -15,44 +21,86 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from muse_jax import tree
 from muse_jax.config import ModelConfig
+from muse_jax.draft import DFlash2, block_visibility
 from muse_jax.kv_cache import DecodeContext, FullContext, KVCache, PrefillContext
 from muse_jax.model import MuseSpark
 from muse_jax.sampling import SamplingParams, choose
+from muse_jax.speculation import Speculation, propose, target_choice
+from muse_jax.tree import Tree
 
 NO_TOKEN = -1  # fills `StepOutput.tokens` beyond `count`
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["params"],
-    meta_fields=["graph", "tree_size", "valid_vocab"],
+    data_fields=["params", "draft_params"],
+    meta_fields=["graph", "draft_graph", "speculation", "num_rows", "valid_vocab"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
-    """A loaded model as a plain pytree: arrays in a nested dict (cheap to flatten), everything else static.
+    """A loaded target and its draft as a plain pytree: arrays in nested dicts (cheap to flatten), everything else static.
 
-    params: the parameter tree of `MuseSpark`.
-    graph: its structure; `module` joins the two while tracing.
-    tree_size: rows of a step that the caches have room for.
+    params, draft_params: the parameter trees of `MuseSpark` and `DFlash2`; no draft without speculation.
+    graph, draft_graph: their structures; `module` and `draft` join the two while tracing.
+    num_rows: nodes that a step verifies, the root included, and the most tokens that it can emit; 1 without speculation.
     valid_vocab: ids below it may be chosen; the others pad the vocabulary or are unknown to the tokenizer.
     """
 
     params: dict
+    draft_params: dict | None
     graph: nnx.GraphDef
-    tree_size: int
+    draft_graph: nnx.GraphDef | None
+    speculation: Speculation
+    num_rows: int
     valid_vocab: int
 
     @classmethod
-    def create(cls, module: MuseSpark, params: Any = None, *, tree_size: int = 16, valid_vocab: int | None = None) -> Model:
-        """Takes the module apart. params: a tree to use instead of the module's own (which may be abstract)."""
-        graph, state = nnx.split(module)
-        params = nnx.to_pure_dict(state) if params is None else params
-        return cls(params, graph, tree_size, module.config.vocab_size if valid_vocab is None else valid_vocab)
+    def create(
+        cls,
+        module: MuseSpark,
+        params: Any = None,
+        *,
+        draft: DFlash2 | None = None,
+        draft_params: Any = None,
+        speculation: str = Speculation.TREE,
+        tree_size: int = 16,
+        valid_vocab: int | None = None,
+    ) -> Model:
+        """Takes the modules apart.
+
+        Args:     params, draft_params: trees to use instead of the modules' own (which may be abstract).
+                  speculation: without a draft there is none, whatever this says.
+                  tree_size: most nodes that a step verifies; a chain has at most the draft's block_size.
+        """
+        graph, own = nnx.split(module)
+        draft_graph = None
+        num_rows, speculation = (1, Speculation.OFF) if draft is None else (tree_size, Speculation(speculation))
+        if speculation == Speculation.OFF:
+            num_rows, draft_params = 1, None
+        else:
+            draft_graph, own_draft = nnx.split(draft)
+            draft_params = nnx.to_pure_dict(own_draft) if draft_params is None else draft_params
+            if speculation != Speculation.TREE:
+                num_rows = min(tree_size, draft.config.block_size)
+        return cls(
+            params=nnx.to_pure_dict(own) if params is None else params,
+            draft_params=draft_params,
+            graph=graph,
+            draft_graph=draft_graph,
+            speculation=speculation,
+            num_rows=num_rows,
+            valid_vocab=module.config.vocab_size if valid_vocab is None else valid_vocab,
+        )
 
     @property
     def module(self) -> MuseSpark:
         return nnx.merge(self.graph, self.params)
+
+    @property
+    def draft(self) -> DFlash2:
+        return nnx.merge(self.draft_graph, self.draft_params)
 
     @functools.cached_property
     def config(self) -> ModelConfig:
@@ -64,8 +112,9 @@ class DecodeState:
     """Everything a request carries from step to step. B sequences, each at its own length."""
 
     cache: KVCache
+    draft_cache: KVCache | None  # keys and values of the committed tokens' features; None without speculation
     length: jax.Array  # [B] int32, committed positions; `token` has the position after them
-    token: jax.Array  # [B] int32, the last emitted token, which has no KV yet
+    token: jax.Array  # [B] int32, the last emitted token, which has no KV yet: the anchor
     remaining: jax.Array  # [B] int32, tokens that may still be emitted
     done: jax.Array  # [B] bool
     stop_ids: jax.Array  # [S] int32
@@ -86,9 +135,9 @@ jax.tree_util.register_pytree_node(DecodeState, DecodeState._flatten, lambda _, 
 class StepOutput:
     """What one step emitted.
 
-    tokens: [B, tree_size] int32; row b's new tokens, in order, are the first count[b]; NO_TOKEN beyond.
+    tokens: [B, model.num_rows] int32; row b's new tokens, in order, are the first count[b]; NO_TOKEN beyond.
     count: [B] int32, after clipping at a stop token (kept, last) or the length limit; 0 for rows that were done.
-    accepted: [B] int32, tokens the step accepted before clipping.
+    accepted: [B] int32, accepted nodes, root included, before clipping: accepted - 1 drafted tokens and one of the target's.
     done: [B] bool, after the step.
     """
 
@@ -101,35 +150,50 @@ class StepOutput:
 def full_logits(model: Model, tokens: jax.Array) -> jax.Array:
     """Logits of whole right-padded sequences, without a cache. tokens: [B, T]. Returns [B, T, V] fp32."""
     module = model.module
-    stream, _ = module(tokens, FullContext.create(tokens.shape[1]))
+    stream, _, _ = module(tokens, FullContext.create(tokens.shape[1]))
     return module.logits(stream)
 
 
-def empty_cache(model: Model, batch: int, slots: int) -> KVCache:
-    """Caches for sequences of up to `slots` positions."""
+def empty_caches(model: Model, batch: int, slots: int) -> tuple[KVCache, KVCache | None]:
+    """Caches of target and draft for sequences of up to `slots` positions."""
     module = model.module
-    return KVCache.empty(module.config, batch, slots, model.tree_size, module.dtype)
+    cache = KVCache.empty(module.config, batch, slots, model.num_rows, module.dtype)
+    if model.draft_params is None:
+        return cache, None
+    draft = model.draft
+    return cache, KVCache.empty(draft.config, batch, slots, model.num_rows, draft.dtype)
 
 
 def prefill_chunk(
-    model: Model, cache: KVCache, last: jax.Array, tokens: jax.Array, start: jax.Array, lengths: jax.Array
-) -> tuple[KVCache, jax.Array]:
+    model: Model,
+    caches: tuple[KVCache, KVCache | None],
+    last: jax.Array,
+    tokens: jax.Array,
+    start: jax.Array,
+    lengths: jax.Array,
+) -> tuple[tuple[KVCache, KVCache | None], jax.Array]:
     """Runs a chunk of right-padded prompts.
 
-    Args:     last: [B, D], the stream of each prompt's last token, if an earlier chunk held it.  tokens: [B, T].
-              start: int32 scalar, position of the chunk.  lengths: [B], of the whole prompts.
-    Returns:  the new cache and `last`.
+    Args:     caches: of target and draft.  last: [B, D], the stream of each prompt's last token, if an earlier chunk held it.
+              tokens: [B, T].  start: int32 scalar, position of the chunk.  lengths: [B], of the whole prompts.
+    Returns:  the new caches and `last`.
     """
     num_tokens = tokens.shape[1]
-    stream, cache = model.module(tokens, PrefillContext.create(start, lengths, num_tokens), cache)
+    cache, draft_cache = caches
+    context = PrefillContext.create(start, lengths, num_tokens)
+    draft = None if draft_cache is None else model.draft
+    stream, layers, taps = model.module(tokens, context, cache, taps=() if draft is None else draft.config.target_layer_ids)
+    cache = KVCache(layers, context.ring_positions(cache.ring_positions))
+    if draft is not None:
+        draft_cache = draft_cache.fill(draft.context_keys_values(taps, context.positions), context, draft.config)
     row = lengths - 1 - start
     here = jnp.take_along_axis(stream, jnp.clip(row, 0, num_tokens - 1)[:, None, None], axis=1)[:, 0]
-    return cache, jnp.where(((row >= 0) & (row < num_tokens))[:, None], here, last)
+    return (cache, draft_cache), jnp.where(((row >= 0) & (row < num_tokens))[:, None], here, last)
 
 
 def first_token(
     model: Model,
-    cache: KVCache,
+    caches: tuple[KVCache, KVCache | None],
     last: jax.Array,
     lengths: jax.Array,
     max_new_tokens: jax.Array,
@@ -138,8 +202,10 @@ def first_token(
 ) -> tuple[DecodeState, StepOutput]:
     """Chooses the token after each prompt. last: [B, D], the stream of the prompts' last tokens; max_new_tokens: [B]."""
     logits = model.module.logits(last[:, None, :])[:, 0]
+    cache, draft_cache = caches
     state = DecodeState(
         cache=cache,
+        draft_cache=draft_cache,
         length=lengths,
         token=jnp.zeros_like(lengths),
         remaining=max_new_tokens,
@@ -147,32 +213,87 @@ def first_token(
         stop_ids=stop_ids,
         sampling=sampling,
     )
-    return _emit(model, state, choose(logits, lengths, sampling, model.valid_vocab))
+    token = choose(logits, lengths, sampling, model.valid_vocab)
+    return _emit(model, state, token[:, None], jnp.ones_like(lengths))
 
 
 def decode(model: Model, state: DecodeState) -> tuple[DecodeState, StepOutput]:
-    """One step: each unfinished sequence emits one token.
+    """One step: each unfinished sequence emits the accepted tokens and the one after them.
 
     A pure function; jit it with `donate_argnames="state"`. The state it is given cannot be used again.
     """
+    return decode_and_trace(model, state)[:2]
+
+
+def decode_and_trace(model: Model, state: DecodeState) -> tuple[DecodeState, StepOutput, tuple[Tree, jax.Array]]:
+    """`decode`, which also returns the tree that was verified and the path [B, N] of accepted nodes (the first `accepted`)."""
+    nodes, ids, proposal = propose_nodes(model, state)
+    logits, rows, taps = _verify(model, state, nodes)
+    choice = target_choice(logits, nodes, state.length, state.sampling, model.valid_vocab, ids, proposal)
+    accepted, path = tree.accept(nodes, choice)
+    emitted = jnp.take_along_axis(choice, path, axis=1)
+    new, out = _emit(model, state, emitted, accepted)
+    cache, draft_cache = _commit(model, state, rows, taps, path, emitted)
+    new = dataclasses.replace(new, cache=cache, draft_cache=draft_cache, length=state.length + out.count)
+    return new, out, (nodes, path)
+
+
+def propose_nodes(model: Model, state: DecodeState) -> tuple[Tree, jax.Array | None, jax.Array | None]:
+    """The nodes to verify; candidates [B, P, K]; for a sampled chain the distributions that its tokens come from."""
+    if model.draft_params is None:
+        no_tokens = jnp.zeros((state.token.shape[0], 0), jnp.int32)
+        return tree.chain(state.token, no_tokens, no_tokens.astype(jnp.float32)), None, None
+    draft = model.draft
+    config = draft.config
+    batch = state.token.shape[0]
+    depth = jnp.broadcast_to(jnp.arange(config.block_size, dtype=jnp.int32)[None], (batch, config.block_size))
+    visible = tuple(jnp.broadcast_to(mask[None], (batch, *mask.shape)) for mask in block_visibility(config))
+    context = DecodeContext.create(state.draft_cache, state.length, depth, visible, config)
+    block = draft.embed(state.token, model.params["embedding"])
+    hidden = draft(block, context, state.draft_cache.layers)[:, 1:]
+    ids, unary = draft.candidates(hidden, model.params["lm_head"], model.valid_vocab)
+    lattice = draft.lattice(hidden, state.token, ids, unary)
+    nodes, proposal = propose(model.speculation, lattice, ids, state.token, state.length, state.sampling, model.num_rows)
+    return nodes, ids, proposal
+
+
+def _verify(model: Model, state: DecodeState, nodes: Tree) -> tuple[jax.Array, list, jax.Array | None]:
+    """Logits [B, N, V] at the nodes, keys and values of their rows, and their taps."""
     module = model.module
-    context = DecodeContext.create(state.cache, state.length, 1, module.config)
-    stream, cache = module(state.token[:, None], context, state.cache)
-    logits = module.logits(stream)[:, 0]
-    length = state.length + (~state.done).astype(jnp.int32)
-    # The choice is for the position after the one that was just committed.
-    token = choose(logits, state.length + 1, state.sampling, model.valid_vocab)
-    return _emit(model, dataclasses.replace(state, cache=cache, length=length), token)
+    context = DecodeContext.create(state.cache, state.length, nodes.depth, (nodes.ancestors,) * 2, module.config)
+    taps = () if model.draft_params is None else model.draft.config.target_layer_ids
+    stream, rows, taps = module(nodes.token, context, state.cache, taps=taps)
+    return module.logits(stream), rows, taps
 
 
-def _emit(model: Model, state: DecodeState, token: jax.Array) -> tuple[DecodeState, StepOutput]:
-    """Emits one token [B] per unfinished sequence and ends those that stop."""
-    active = ~state.done
-    count = active.astype(jnp.int32)
-    token = jnp.where(active, token, state.token)
+def _commit(
+    model: Model, state: DecodeState, rows: list, taps: jax.Array | None, path: jax.Array, emitted: jax.Array
+) -> tuple[KVCache, KVCache | None]:
+    """Both caches with the rows of the accepted nodes after the committed ones."""
+    # A token is never negative: this only makes the writes wait for the choice, and with it for every read of the caches.
+    start = state.length + (emitted[:, 0] < 0).astype(jnp.int32)
+    if model.draft_params is None:
+        return state.cache.commit(rows, start, model.config), None
+    cache = state.cache.commit(rows, start, model.config, path)
+    draft = model.draft
+    positions = state.length[:, None] + jnp.arange(path.shape[1], dtype=jnp.int32)[None, :]
+    features = draft.context_keys_values(jnp.take_along_axis(taps, path[:, :, None], axis=1), positions)
+    heads_first = [tuple(x.transpose(0, 2, 1, 3) for x in pair) for pair in features]
+    return cache, state.draft_cache.commit(heads_first, start, draft.config)
+
+
+def _emit(model: Model, state: DecodeState, tokens: jax.Array, accepted: jax.Array) -> tuple[DecodeState, StepOutput]:
+    """Emits the first accepted [B] of tokens [B, T] for each unfinished sequence, and ends those that stop."""
+    slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
+    accepted = jnp.where(state.done, 0, accepted)
+    count = jnp.minimum(accepted, state.remaining)
+    is_stop = jnp.any(tokens[:, :, None] == state.stop_ids[None, None, :], axis=2) & (slots < count[:, None])
+    stopped = jnp.any(is_stop, axis=1)
+    count = jnp.where(stopped, jnp.argmax(is_stop, axis=1).astype(jnp.int32) + 1, count)
+    last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     remaining = state.remaining - count
-    done = state.done | jnp.any(token[:, None] == state.stop_ids[None, :], axis=1) | (remaining <= 0)
-    first = jnp.arange(model.tree_size)[None, :] < count[:, None]
-    tokens = jnp.where(first, token[:, None], NO_TOKEN)
-    state = dataclasses.replace(state, token=token, remaining=remaining, done=done)
-    return state, StepOutput(tokens=tokens, count=count, accepted=count, done=done)
+    done = state.done | stopped | (remaining <= 0)
+    tokens = jnp.where(slots < count[:, None], tokens, NO_TOKEN)
+    tokens = jnp.pad(tokens, ((0, 0), (0, model.num_rows - tokens.shape[1])), constant_values=NO_TOKEN)
+    state = dataclasses.replace(state, token=jnp.where(count > 0, last, state.token), remaining=remaining, done=done)
+    return state, StepOutput(tokens=tokens, count=count, accepted=accepted, done=done)

@@ -5,8 +5,11 @@ Global layers keep every position in order (slot = position). Sliding layers kee
 Caches are [B, K, slots, H]; the model hands each layer's pair to a context:
 
     FullContext     whole sequences, no cache           muse.logits, training
-    PrefillContext  a chunk of prompts, all at the same positions
-    DecodeContext   up to tree_size rows per sequence, each sequence at its own position
+    PrefillContext  a chunk of prompts, all at the same positions; writes the cache
+    DecodeContext   up to tree_size rows per sequence, each sequence at its own position; leaves the cache as it is
+
+The rows of a decode step are written once it is known which of them stay (`KVCache.commit`), in the order in which they
+follow each other: a tree is compacted by being written.
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ from jax import lax
 
 from muse_jax.attention import attend, attend_band, attend_causal, attend_prefix
 from muse_jax.config import ModelConfig
+from muse_jax.draft_config import DraftConfig
 from muse_jax.numerics import Numerics
 
 KV = tuple[jax.Array, jax.Array]
+Config = ModelConfig | DraftConfig
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["layers", "ring_positions"], meta_fields=[])
@@ -38,7 +43,7 @@ class KVCache:
     ring_positions: jax.Array
 
     @classmethod
-    def empty(cls, config: ModelConfig, batch: int, slots: int, tree_size: int, dtype: jnp.dtype) -> KVCache:
+    def empty(cls, config: Config, batch: int, slots: int, tree_size: int, dtype: jnp.dtype) -> KVCache:
         """slots: positions a global layer can hold. Padding of a prompt's last chunk and rows of an unfinished step need room
         too: a write past the end would be moved back over older rows."""
         ring = ring_capacity(config, slots, tree_size)
@@ -51,8 +56,37 @@ class KVCache:
         layers = [pair(i) for i in range(config.num_hidden_layers)]
         return cls(layers, jnp.full((batch, ring), -1, jnp.int32))
 
+    def fill(self, rows: list[KV], context: PrefillContext, config: Config) -> KVCache:
+        """Writes a chunk's rows. rows: a pair [B, T, K, H] per layer."""
+        layers = [
+            context.write(pair, _heads_first(k), _heads_first(v), config.window(i))
+            for i, (pair, (k, v)) in enumerate(zip(self.layers, rows, strict=True))
+        ]
+        return KVCache(layers, context.ring_positions(self.ring_positions))
 
-def ring_capacity(config: ModelConfig, slots: int, tree_size: int) -> int:
+    def commit(self, rows: list[KV], start: jax.Array, config: Config, path: jax.Array | None = None) -> KVCache:
+        """Writes the rows of a step to positions start, start + 1, ... of each sequence.
+
+        Args:     rows: a pair [B, K, T, H] per layer.  start: [B] int32, positions committed before.
+                  path: [B, T] int32, the row that each position gets; None: the rows in their order.
+        All T rows are written; those beyond what was accepted are hidden until a later step overwrites them, because
+        nothing sees a position that is not committed, and nothing they overwrite is still visible.
+
+        `start` must be computed from something that needed the old cache: XLA for CPU writes in place only where the data
+        say that the last read is over, and copies the whole cache otherwise, an optimization barrier or not.
+        """
+        layers = []
+        for i, (pair, new) in enumerate(zip(self.layers, rows, strict=True)):
+            if path is not None:
+                new = tuple(jnp.take_along_axis(x, path[:, None, :, None], axis=2) for x in new)
+            ring = None if config.window(i) is None else pair[0].shape[2]
+            layers.append(tuple(write_rows(c, x, start, ring) for c, x in zip(pair, new, strict=True)))
+        num_rows, ring = rows[0][0].shape[2], self.ring_positions.shape[1]
+        row = (_arange(ring)[None, :] - start[:, None]) % ring
+        return KVCache(layers, jnp.where(row < num_rows, start[:, None] + row, self.ring_positions))
+
+
+def ring_capacity(config: Config, slots: int, tree_size: int) -> int:
     """Slots of a sliding layer's ring: the window but the query's own key, and every row of a step.
 
     A window wider than the sequences that the caches are for (`slots`) shows all of them, and takes no more room.
@@ -80,9 +114,6 @@ class FullContext:
         k, v = (jnp.pad(x, ((0, 0), (0, 0), (window - 1, 0), (0, 0))) for x in (k, v))
         return attend_band(q, k, v, 0, window, scale, numerics), cache
 
-    def ring_positions(self, old: None) -> None:
-        return old
-
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["start", "positions", "counts"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
@@ -107,18 +138,23 @@ class PrefillContext:
         """
         k, v = _heads_first(k), _heads_first(v)
         if window is None:
-            # Rows of padding are written too: decoding overwrites each before anything can see it.
-            cache = tuple(lax.dynamic_update_slice_in_dim(c, x, self.start, 2) for c, x in zip(cache, (k, v), strict=True))
+            cache = self.write(cache, k, v, window)
             return attend_prefix(q, *cache, self.start, scale, numerics), cache
         capacity = cache[0].shape[2]
-        window = min(window, capacity)  # less only where the ring holds every position
-        before = (self.start - (window - 1) + _arange(window - 1)) % capacity
+        seen = min(window, capacity)  # less only where the ring holds every position
+        before = (self.start - (seen - 1) + _arange(seen - 1)) % capacity
         k_band, v_band = (jnp.concatenate([jnp.take(c, before, axis=2), x], axis=2) for c, x in zip(cache, (k, v), strict=True))
-        out = attend_band(q, k_band, v_band, self.start, window, scale, numerics)
-        row, written = self._newest_row(capacity)
+        out = attend_band(q, k_band, v_band, self.start, seen, scale, numerics)
+        return out, self.write(cache, k, v, window)
+
+    def write(self, cache: KV, k: jax.Array, v: jax.Array, window: int | None) -> KV:
+        """Writes the chunk's rows into a layer's pair. k, v: [B, K, T, H]."""
+        if window is None:
+            # Rows of padding are written too: decoding overwrites each before anything can see it.
+            return tuple(lax.dynamic_update_slice_in_dim(c, x, self.start, 2) for c, x in zip(cache, (k, v), strict=True))
+        row, written = self._newest_row(cache[0].shape[2])
         index, keep = row[:, None, :, None], ~written[:, None, :, None]
-        cache = tuple(jnp.where(keep, c, jnp.take_along_axis(x, index, axis=2)) for c, x in zip(cache, (k, v), strict=True))
-        return out, cache
+        return tuple(jnp.where(keep, c, jnp.take_along_axis(x, index, axis=2)) for c, x in zip(cache, (k, v), strict=True))
 
     def ring_positions(self, old: jax.Array) -> jax.Array:
         """Positions the ring holds after this chunk, [B, ring slots]."""
@@ -139,10 +175,10 @@ class PrefillContext:
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeContext:
-    """T rows per sequence after its `start` committed positions; row t goes to slot start + t.
+    """T rows per sequence after its `start` committed positions: a token, a chain, a tree, or the block of a draft.
 
     The masks say what each row sees: committed keys in the ring and in the linear cache, and rows of this step in sliding
-    and in global layers.
+    and in global layers. Distances are those of positions; rows of a tree at the same depth share one.
     """
 
     start: jax.Array  # [B] int32
@@ -153,50 +189,40 @@ class DecodeContext:
     rows_visible: jax.Array  # [B, T, T] bool
 
     @classmethod
-    def create(cls, cache: KVCache, start: jax.Array, num_rows: int, config: ModelConfig) -> DecodeContext:
-        """start: [B], the number of committed positions; rows are consecutive."""
-        rows = _arange(num_rows)
-        positions = start[:, None] + rows[None, :]
+    def create(
+        cls, cache: KVCache, start: jax.Array, depth: jax.Array, visible: tuple[jax.Array, jax.Array], config: Config
+    ) -> DecodeContext:
+        """start: [B], the number of committed positions.  depth: [B, T] int32, positions of the rows after it.
+        visible: which rows each row sees, [B, T, T] bool, in global and in sliding layers."""
+        positions = start[:, None] + depth
         oldest = positions[:, :, None] - (config.sliding_window or 1) + 1  # position a sliding layer still sees
         ring = cache.ring_positions[:, None, :]
         ring_visible = (ring >= jnp.maximum(oldest, 0)) & (ring < start[:, None, None])
         global_slots = [keys.shape[2] for i, (keys, _) in enumerate(cache.layers) if config.window(i) is None]
         slots = _arange(global_slots[0] if global_slots else 0)[None, None, :]
-        shape = (start.shape[0], num_rows, num_rows)
-        rows_visible = jnp.broadcast_to(rows[None, None, :] <= rows[None, :, None], shape)
         return cls(
             start=start,
             positions=positions,
             ring_visible=ring_visible,
-            linear_visible=jnp.broadcast_to(slots < start[:, None, None], (*shape[:2], slots.shape[2])),
-            rows_in_window=rows_visible & (positions[:, None, :] >= oldest),
-            rows_visible=rows_visible,
+            linear_visible=jnp.broadcast_to(slots < start[:, None, None], (*depth.shape, slots.shape[2])),
+            rows_in_window=visible[1] & (positions[:, None, :] >= oldest),
+            rows_visible=visible[0],
         )
 
+    @classmethod
+    def chain(cls, cache: KVCache, start: jax.Array, num_rows: int, config: Config) -> DecodeContext:
+        """Rows at consecutive positions, each seeing those before it."""
+        rows = jnp.broadcast_to(_arange(num_rows)[None], (start.shape[0], num_rows))
+        visible = rows[:, None, :] <= rows[:, :, None]
+        return cls.create(cache, start, rows, (visible, visible), config)
+
     def attend(self, q, k, v, cache: KV, window: int | None, scale: float, numerics: Numerics):
-        """Attends to the cache and the rows, and writes the rows. Arguments and result as in PrefillContext."""
+        """Attends to the cache and the rows. As in PrefillContext, but returns the rows, [B, K, T, H], not a new cache."""
         k, v = _heads_first(k), _heads_first(v)
-        if window is None:
-            ring, old_visible, rows_visible = None, self.linear_visible, self.rows_visible
-        else:
-            ring, old_visible, rows_visible = cache[0].shape[2], self.ring_visible, self.rows_in_window
-        out = attend(q, [(*cache, old_visible), (k, v, rows_visible)], scale, numerics)
-        start = _after(self.start, out)
-        return out, tuple(write_rows(c, x, start, ring) for c, x in zip(cache, (k, v), strict=True))
-
-    def ring_positions(self, old: jax.Array) -> jax.Array:
-        """Positions the ring holds after these rows, [B, ring slots]."""
-        row = (_arange(old.shape[1])[None, :] - self.start[:, None]) % old.shape[1]
-        return jnp.where(row < self.positions.shape[1], self.start[:, None] + row, old)
-
-
-def _after(start: jax.Array, out: jax.Array) -> jax.Array:
-    """`start` [B], computed from the attention output, so that the write waits for the last read of the old cache.
-
-    Only a dependency in the data makes XLA for CPU write in place: with none, or with an optimization barrier, it copies the
-    whole cache first. One value per sequence is enough; a NaN among them changes nothing that is not already lost.
-    """
-    return start + jnp.isnan(out[:, 0, 0, 0]).astype(jnp.int32)
+        old_visible, rows_visible = (
+            (self.linear_visible, self.rows_visible) if window is None else (self.ring_visible, self.rows_in_window)
+        )
+        return attend(q, [(*cache, old_visible), (k, v, rows_visible)], scale, numerics), (k, v)
 
 
 def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array, ring: int | None) -> jax.Array:

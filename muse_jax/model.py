@@ -9,6 +9,7 @@ value is rounded is in `numerics`.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -230,24 +231,28 @@ class MuseSpark(nnx.Module):
         self.final_norm = param("final_norm")
         self.lm_head = param("lm_head")
 
-    def __call__(self, tokens: jax.Array, context: Context, cache: KVCache | None = None) -> tuple[jax.Array, KVCache | None]:
+    def __call__(
+        self, tokens: jax.Array, context: Context, cache: KVCache | None = None, taps: Sequence[int] = ()
+    ) -> tuple[jax.Array, list, jax.Array | None]:
         """Runs the layers.
 
         Args:     tokens: [B, T] int32.  context: positions and the way to the cache.  cache: None with FullContext.
-        Returns:  the residual stream after the last layer, [B, T, D] (fp32, or `dtype` with HF numerics), and the cache.
+                  taps: static; layers whose outputs a draft wants.
+        Returns:  the residual stream after the last layer, [B, T, D] (fp32, or `dtype` with HF numerics); what
+                  `context.attend` gave for each layer; outputs of the layers of `taps` side by side in their order,
+                  [B, T, taps * D], None without taps.
         """
         config = self.config
         stream = self.embed(tokens)
         inv_freq = ops.rope_inverse_frequencies(config.rope_theta, config.head_dim)
         rope = ops.rope_tables(context.positions, inv_freq, self.numerics, self.dtype)
-        layer_caches = []
+        outputs, kept = {}, []
         for i, layer in enumerate(self.layers):
-            layer_cache = None if cache is None else cache.layers[i]
-            stream, layer_cache = _run_layer(layer, stream, rope, layer_cache, context)
-            layer_caches.append(layer_cache)
-        if cache is not None:
-            cache = KVCache(layer_caches, context.ring_positions(cache.ring_positions))
-        return stream, cache
+            stream, keep = _run_layer(layer, stream, rope, None if cache is None else cache.layers[i], context)
+            kept.append(keep)
+            if i in taps:
+                outputs[i] = stream
+        return stream, kept, jnp.concatenate([outputs[i] for i in taps], axis=-1) if taps else None
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """[B, T] -> [B, T, D], normed. Placeholders of images, video and audio embed as token 0, as in transformers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,11 +19,16 @@ from muse_jax import decoding, sharding
 from muse_jax.backends import resolve_backend
 from muse_jax.config import ModelConfig
 from muse_jax.decoding import DecodeState, Model, StepOutput
+from muse_jax.draft import DFlash2
+from muse_jax.draft_config import DraftConfig
 from muse_jax.model import MuseSpark
 from muse_jax.numerics import NUMERICS
 from muse_jax.sampling import SamplingParams
+from muse_jax.speculation import Speculation
 from muse_jax.tokenizer import StreamDecoder, Tokenizer
 
+DRAFT_DIRECTORY = "draft"  # of a checkpoint directory
+MAX_TREE_SIZE = 32
 _SLOT_STEP = 256  # cache sizes are multiples of it, so that requests of similar length share a compiled step
 _MIN_CHUNK = 16
 _MAX_INT32 = 2**31 - 1
@@ -39,6 +45,8 @@ def load(
     numerics: str = "serving",
     dtype: str | None = None,
     max_length: int | None = None,
+    draft: str | Path | None = None,
+    speculation: str | None = None,
     tree_size: int = 16,
     prefill_chunk: int = 1024,
     progress: Callable[[int, int], None] | None = None,
@@ -53,7 +61,12 @@ def load(
       dtype: "bfloat16" or "float32"; None: the checkpoint's on a GPU, float32 on a CPU (XLA for CPU widens bf16 weights
         at every step).
       max_length: most positions of prompt and answer together; None: the config's max_position_embeddings.
-      tree_size: rows of a step that the caches have room for.
+      draft: directory of a DFlash2 draft; None: `draft` in `path`, if that is there.
+      speculation: "tree"; "chain", one path; "sampled_chain", one path drawn from the draft and verified by rejection
+        sampling: the target's distribution, but other tokens for the same seed than plain decoding; "off". None: "tree" if
+        there is a draft.
+      tree_size: nodes that a step verifies, the last emitted token included, 2 to 32; a chain takes at most the draft's
+        block_size.
       prefill_chunk: most prompt tokens in one dispatch; bounds the memory that prefill needs.
       progress: called with (bytes done, bytes in all) while loading.
     Raises: ValueError (its subclasses included) with one line for anything wrong with arguments or files.
@@ -65,12 +78,18 @@ def load(
     backend = resolve_backend(backend)
     if numerics not in NUMERICS:
         raise ValueError(f"numerics = {numerics!r}: allowed are {', '.join(map(repr, NUMERICS))}")
-    for name, value in (("tree_size", tree_size), ("prefill_chunk", prefill_chunk)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} = {value!r}: expected an integer above 0")
+    if speculation not in (None, *Speculation):
+        raise ValueError(f"speculation = {speculation!r}: allowed are {', '.join(map(repr, map(str, Speculation)))}")
+    for name, value, low, high in (("tree_size", tree_size, 2, MAX_TREE_SIZE), ("prefill_chunk", prefill_chunk, 1, _MAX_INT32)):
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise ValueError(f"{name} = {value!r}: expected an integer from {low} to {high}")
     if mesh is not None:
         sharding.check_mesh(mesh)
     config = hf.read_config(path)
+    draft_path, draft_config = _find_draft(path, draft, speculation), None
+    if draft_path is not None:
+        draft_config = hf.read_draft_config(draft_path)
+        draft_config.check_fits(config)
     if max_length is None:
         max_length = config.max_position_embeddings
     elif isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 2:
@@ -83,22 +102,53 @@ def load(
     has_tokenizer = (Path(path) / "tokenizer.json").exists()
     tokenizer = Tokenizer.from_directory(path) if has_tokenizer else None
 
-    put = None
-    if mesh is not None:
-        put = hf.sharded_put(functools.partial(sharding.param_sharding, config=config, mesh=mesh))
-    params, _ = hf.load_text_params(path, config, dtype=_DTYPES[dtype], put=put, progress=progress)
-    module = MuseSpark(config, numerics=NUMERICS[numerics], dtype=jnp.dtype(_DTYPES[dtype]))
+    def put(config: ModelConfig | DraftConfig) -> Callable | None:
+        return None if mesh is None else hf.sharded_put(functools.partial(sharding.param_sharding, config=config, mesh=mesh))
+
+    weights = _DTYPES[dtype]
+    params, _ = hf.load_text_params(path, config, dtype=weights, put=put(config), progress=progress)
+    module = MuseSpark(config, numerics=NUMERICS[numerics], dtype=jnp.dtype(weights))
     valid_vocab = config.vocab_size if tokenizer is None else min(config.vocab_size, tokenizer.vocab_size)
-    model = Model.create(module, params, tree_size=tree_size, valid_vocab=valid_vocab)
-    return Muse(model, config, tokenizer, mesh, backend, max_length, prefill_chunk)
+    draft_module = draft_params = None
+    if draft_config is not None:
+        if draft_config.selector_top_k > valid_vocab:
+            raise ValueError(f"the draft's selector_top_k = {draft_config.selector_top_k}: there are {valid_vocab} tokens")
+        draft_module = DFlash2(draft_config, dtype=jnp.dtype(weights))
+        draft_params, _ = hf.load_draft_params(draft_path, draft_config, dtype=weights, put=put(draft_config))
+    model = Model.create(
+        module,
+        params,
+        draft=draft_module,
+        draft_params=draft_params,
+        speculation=speculation or Speculation.TREE,
+        tree_size=tree_size,
+        valid_vocab=valid_vocab,
+    )
+    return Muse(model, config, draft_config, tokenizer, mesh, backend, max_length, prefill_chunk)
+
+
+def _find_draft(path: str | Path, draft: str | Path | None, speculation: str | None) -> Path | None:
+    """The directory of the draft to load, None if there is to be none. Raises ValueError if one is asked for and missing."""
+    if speculation == Speculation.OFF:
+        return None
+    if draft is not None:
+        return Path(draft)
+    draft = Path(path) / DRAFT_DIRECTORY
+    if draft.is_dir():
+        return draft
+    if speculation is not None:
+        raise ValueError(f"speculation = {str(speculation)!r} needs a draft: {draft} is not there")
+    return None
 
 
 @dataclasses.dataclass(eq=False)
 class Muse:
-    """A loaded checkpoint. `model` is the pytree that `muse_jax.decode` takes; `tokenizer` is None if there was none."""
+    """A loaded checkpoint. `model` is the pytree that `muse_jax.decode` takes; `draft_config` and `tokenizer` are None if
+    there was none."""
 
     model: Model
     config: ModelConfig
+    draft_config: DraftConfig | None
     tokenizer: Tokenizer | None
     mesh: Mesh | None
     backend: str
@@ -107,8 +157,8 @@ class Muse:
 
     def __post_init__(self) -> None:
         self._logits = jax.jit(decoding.full_logits)
-        self._prefill_chunk = jax.jit(decoding.prefill_chunk, donate_argnames=("cache", "last"))
-        self._first_token = jax.jit(decoding.first_token, donate_argnames="cache")
+        self._prefill_chunk = jax.jit(decoding.prefill_chunk, donate_argnames=("caches", "last"))
+        self._first_token = jax.jit(decoding.first_token, donate_argnames="caches")
         self._decode = jax.jit(decoding.decode, donate_argnames="state")
 
     @property
@@ -174,20 +224,30 @@ class Muse:
         chunk = min(self.prefill_chunk, max(_MIN_CHUNK, _power_of_two(int(lengths.max()))))
         padded = np.pad(padded, ((0, 0), (0, -padded.shape[1] % chunk)))
         # The last chunk may reach past the prompts, and rows of the last step past the answers.
-        slots = max(padded.shape[1], longest + self.model.tree_size)
-        cache = self._empty_cache(batch, slots + -slots % _SLOT_STEP)
+        slots = max(padded.shape[1], longest + self.model.num_rows)
+        caches = self._empty_caches(batch, slots + -slots % _SLOT_STEP)
         device_lengths = self._put(lengths)
         last = self._put(np.zeros((batch, self.config.hidden_size), self._stream_dtype()))
         for start in range(0, padded.shape[1], chunk):
             rows = self._put(padded[:, start : start + chunk])
-            cache, last = self._prefill_chunk(self.model, cache, last, rows, self._put(np.int32(start)), device_lengths)
+            caches, last = self._prefill_chunk(self.model, caches, last, rows, self._put(np.int32(start)), device_lengths)
         return self._first_token(
-            self.model, cache, last, device_lengths, self._put(budget.astype(np.int32)), self._put(stops), self._put(sampling)
+            self.model, caches, last, device_lengths, self._put(budget.astype(np.int32)), self._put(stops), self._put(sampling)
         )
 
     def decode(self, state: DecodeState) -> tuple[DecodeState, StepOutput]:
         """`muse_jax.decode`, jitted, with this model. The given state cannot be used again."""
         return self._decode(self.model, state)
+
+    def draft_seconds(self, state: DecodeState, repeats: int = 20) -> float:
+        """Median time of the draft's part of a step, run alone on `state`, which stays usable. Needs speculation."""
+        propose = jax.jit(decoding.propose_nodes)
+        times = []
+        for _ in range(repeats + 1):  # the first run compiles
+            began = time.perf_counter()
+            jax.block_until_ready(propose(self.model, state))
+            times.append(time.perf_counter() - began)
+        return statistics.median(times[1:])
 
     def generate(self, prompt: str | Sequence[int], **settings: Any) -> Generation:
         """Writes a continuation of one prompt.
@@ -244,20 +304,24 @@ class Muse:
         return jax.device_put(tree, None if self.mesh is None else sharding.replicated(self.mesh))
 
     @functools.cached_property
-    def _empty_cache(self) -> Callable:
+    def _empty_caches(self) -> Callable:
         where = None
         if self.mesh is not None:
-            layer = sharding.cache_sharding(self.config, self.mesh)
-            pairs = [(layer, layer)] * self.config.num_hidden_layers
-            where = decoding.KVCache(pairs, sharding.replicated(self.mesh))
-        make = functools.partial(decoding.empty_cache, self._abstract_model)
+            where = tuple(
+                config
+                and decoding.KVCache(
+                    [(sharding.cache_sharding(config, self.mesh),) * 2] * config.num_hidden_layers,
+                    sharding.replicated(self.mesh),
+                )
+                for config in (self.config, self.draft_config)
+            )
+        make = functools.partial(decoding.empty_caches, self._abstract_model)
         return jax.jit(make, static_argnums=(0, 1), out_shardings=where)
 
     @property
     def _abstract_model(self) -> Model:
         """The model without its arrays: a function of shapes must not keep them alive."""
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.model.params)
-        return dataclasses.replace(self.model, params=shapes)
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.model)
 
     def _stream_dtype(self) -> Any:
         module = self.model.module
@@ -268,6 +332,7 @@ class Generation:
     """One answer while it is being written: iterate for its text.
 
     tokens: ids emitted so far, the stop token included.  finish_reason: None until the end, then "stop" or "length".
+    accepted: of every decode step the tokens it accepted, one of them the target's own (before clipping at the end).
     prompt_tokens; seconds_prefill, until the first token was there; seconds_decode, of all further ones
     (compilation not included).
     """
@@ -275,6 +340,7 @@ class Generation:
     def __init__(self, muse: Muse, prompt: list[int], settings: dict[str, Any]):
         self.prompt_tokens = len(prompt)
         self.tokens: list[int] = []
+        self.accepted: list[int] = []
         self.finish_reason: str | None = None
         self.seconds_prefill = self.seconds_decode = 0.0
         stops = settings.get("stop_token_ids")
@@ -291,11 +357,24 @@ class Generation:
         later = len(self.tokens) - 1
         return later / self.seconds_decode if later > 0 and self.seconds_decode > 0 else None
 
+    @property
+    def acceptance_length(self) -> float | None:
+        """Tokens committed per step, after clipping at the end; None without steps or without speculation."""
+        if not self.accepted or self._muse.model.speculation == Speculation.OFF:
+            return None
+        return (len(self.tokens) - 1) / len(self.accepted)
+
     def __iter__(self) -> Iterator[str]:
         return self._text
 
     def __next__(self) -> str:
         return next(self._text)
+
+    def draft_seconds(self, repeats: int = 20) -> float | None:
+        """What the draft takes of a step: the median of `repeats` runs of it alone; None without speculation."""
+        if self._muse.model.speculation == Speculation.OFF:
+            return None
+        return self._muse.draft_seconds(self._state, repeats)
 
     def _run(self) -> Iterator[str]:
         done = self._take(self._out)
@@ -303,18 +382,18 @@ class Generation:
         piece = self._decoder.push(self.tokens)
         if piece:
             yield piece
-        # The next step is dispatched before this one's token is read, so that the device does not wait for the host.
+        # The next step is dispatched before this one's tokens are read, so that the device does not wait for the host.
         pending = None if done else self._step()
         began = time.perf_counter()  # the first step's compilation is over
         while not done:
             out, pending = pending, self._step()
             before = len(self.tokens)
             done = self._take(out)
+            self.accepted.append(int(out.accepted[0]))
             self.seconds_decode = time.perf_counter() - began
             piece = self._decoder.push(self.tokens[before:])
             if piece:
                 yield piece
-        self._state = None
         self.finish_reason = "stop" if self.tokens[-1] in self._stops else "length"
         piece = self._decoder.flush()
         if piece:

@@ -151,6 +151,9 @@ def experts_dense(x: jax.Array, idx: jax.Array, gate_up: jax.Array, down: jax.Ar
     return jnp.take_along_axis(round_to(out, dtype), idx[:, :, None], axis=1)
 
 
+_FEW_ROWS = 32  # rows of one step: a token, or a tree
+
+
 def experts(x: jax.Array, idx: jax.Array, gate_up: jax.Array, down: jax.Array, numerics: Numerics) -> jax.Array:
     """Each row through its own experts only. Arguments and result are those of `experts_dense`.
 
@@ -168,6 +171,10 @@ def experts(x: jax.Array, idx: jax.Array, gate_up: jax.Array, down: jax.Array, n
         gate, up = jnp.split(gate_up_rows, 2, axis=-1)
         return round_to(linear(swiglu(gate, up, numerics, dtype), down_e), dtype)
 
+    if rows <= _FEW_ROWS and routed >= 2 * num_experts:
+        # About every expert has a row, so all weights are read anyhow, and few rows cost little: two GEMMs in place of a
+        # loop over blocks (16 rows, 4 of 16 experts, two CPU cores: 0.3 ms against 0.5-0.8 ms).
+        return experts_dense(x, idx, gate_up, down, numerics)
     if rows == 1:  # one token: its experts are distinct, there is nothing to sort
         out = [one_block(x, idx[0, k]) for k in range(top_k)]
         return jnp.stack(out, axis=1)

@@ -29,6 +29,7 @@ NUM_CANDIDATES = 1024  # sorted best scores that top-k and top-p look at before 
 # A quotient logit / T may overflow below this temperature, so create() takes it for 0.
 _MIN_TEMPERATURE = 1e-30
 _MAX_INT32 = 2**31 - 1
+_CHAIN_SALT = 0x5D15A17E  # on the high word of the seed
 
 
 class SamplingMode(enum.StrEnum):
@@ -107,7 +108,7 @@ def split_seeds(seed: int | Sequence[int], batch: int) -> tuple[np.ndarray, np.n
 
 
 def noise_bits(seed_lo: jax.Array, seed_hi: jax.Array, pos: jax.Array, vocab_ids: jax.Array) -> jax.Array:
-    """The 32 random bits behind each noise value; arguments as in `gumbel_noise`. Returns [B(, T), V] uint32."""
+    """The 32 random bits behind each noise value; arguments as in `gumbel_noise`. Returns uint32."""
     if pos.ndim not in (1, 2) or seed_lo.shape != pos.shape[:1] or seed_hi.shape != pos.shape[:1]:
         raise ValueError(f"seeds {seed_lo.shape} and {seed_hi.shape}, pos {pos.shape}: expected [B], [B] and [B] or [B, T]")
     lo, hi = _expand(seed_lo, pos.ndim), _expand(seed_hi, pos.ndim)
@@ -115,23 +116,40 @@ def noise_bits(seed_lo: jax.Array, seed_hi: jax.Array, pos: jax.Array, vocab_ids
     key = _fmix(key ^ hi)
     key = _fmix(key + pos.astype(jnp.uint32) * jnp.uint32(0x9E3779B1))
     table = _fmix(vocab_ids * jnp.uint32(0x85EBCA77) + jnp.uint32(0x165667B1))
-    return _fmix(key[..., None] ^ lax.expand_dims(table, range(pos.ndim)))
+    return _fmix(key[..., None] ^ (lax.expand_dims(table, range(pos.ndim)) if table.ndim == 1 else table))
 
 
 def gumbel_noise(seed_lo: jax.Array, seed_hi: jax.Array, pos: jax.Array, vocab_ids: jax.Array) -> jax.Array:
     """Gumbel noise as a pure function of seed, absolute position of the token being chosen, and token id.
 
-    Args:     seed_lo, seed_hi: [B] uint32.  pos: [B] or [B, T] int32 or uint32.  vocab_ids: [V] uint32.
+    Args:     seed_lo, seed_hi: [B] uint32.  pos: [B] or [B, T] int32 or uint32.
+              vocab_ids: uint32, [V], or [B(, T), V] where every position has its own.
     Returns:  [B(, T), V] f32 from about -2.8 to 22.9.
     Raises:   ValueError if the shapes do not fit.
     Rounding: the uniform number is exact up to its one rounding to f32; the two logarithms are the backend's.
     """
-    bits = noise_bits(seed_lo, seed_hi, pos, vocab_ids)
+    return -jnp.log(-jnp.log1p(-_unit(noise_bits(seed_lo, seed_hi, pos, vocab_ids))))
+
+
+class Draw(enum.IntEnum):
+    """What a uniform number of the rejection-sampled chain decides."""
+
+    ACCEPT = 0  # whether the token proposed for this position stays
+    RESIDUAL = 1  # which token takes its place, or follows the last one
+    PROPOSE = 2  # which token the draft proposes
+
+
+def uniforms(params: SamplingParams, pos: jax.Array, draw: Draw) -> jax.Array:
+    """Numbers from 0 to 1, independent of the Gumbel noise, for the chain of dflash2.md section 4. pos: [B, T]."""
+    return _unit(noise_bits(params.seed_lo, params.seed_hi ^ jnp.uint32(_CHAIN_SALT), pos, jnp.uint32([draw])))[..., 0]
+
+
+def _unit(bits: jax.Array) -> jax.Array:
+    """32 random bits as an f32 above 0 and below 1."""
     # bits + 0.5 in two exact halves, so that their sum is its one rounding; casting all 32 bits would round before adding.
     high = (bits >> 16).astype(jnp.float32) * 2.0**16
     low = (bits & jnp.uint32(0xFFFF)).astype(jnp.float32) + 0.5
-    w = jnp.minimum((high + low) * 2.0**-32, 1 - 2.0**-24)
-    return -jnp.log(-jnp.log1p(-w))
+    return jnp.minimum((high + low) * 2.0**-32, 1 - 2.0**-24)
 
 
 def choose(logits: jax.Array, pos: jax.Array, params: SamplingParams, valid_vocab: int) -> jax.Array:

@@ -10,6 +10,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from muse_jax.config import ModelConfig
+from muse_jax.draft_config import DraftConfig
 from muse_jax.layout import TensorSpec
 
 AXIS = "tp"
@@ -32,20 +33,20 @@ def check_mesh(mesh: Mesh) -> None:
         raise ValueError(f"mesh has axes {dict(mesh.shape)}: expected one axis {AXIS!r} of {sizes} devices")
 
 
-def param_sharding(spec: TensorSpec, config: ModelConfig, mesh: Mesh) -> NamedSharding:
+def param_sharding(spec: TensorSpec, config: ModelConfig | DraftConfig, mesh: Mesh) -> NamedSharding:
     """Where a parameter lives."""
     axes: list[str | None] = [None] * len(spec.param_shape)
     units = None if spec.shard_axis is None else spec.param_shape[spec.shard_axis]
-    if spec.path[-1] in ("k_proj", "v_proj"):
+    if spec.path[-1] in ("k_proj", "v_proj", "k_bias", "v_bias"):
         units = config.num_key_value_heads  # whole heads; more ranks than heads share them
-    elif spec.path[-1] in ("q_proj", "attn_out_gate", "o_proj"):
+    elif spec.path[-1] in ("q_proj", "q_bias", "attn_out_gate", "o_proj"):
         units = config.num_attention_heads
     if units is not None and units % mesh.size == 0:
         axes[spec.shard_axis] = AXIS
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 
-def cache_sharding(config: ModelConfig, mesh: Mesh) -> NamedSharding:
+def cache_sharding(config: ModelConfig | DraftConfig, mesh: Mesh) -> NamedSharding:
     """Where a layer's keys or values [B, K, slots, H] live: by KV heads, or everywhere if the ranks do not divide them."""
     heads = AXIS if config.num_key_value_heads % mesh.size == 0 else None
     return NamedSharding(mesh, PartitionSpec(None, heads, None, None))

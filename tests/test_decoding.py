@@ -66,7 +66,7 @@ def finish(muse, state, out) -> list[list[int]]:
     was_done = np.zeros(len(texts), bool)
     for _ in range(NEW_TOKENS + 1):
         tokens, count, accepted, done = (np.asarray(x) for x in (out.tokens, out.count, out.accepted, out.done))
-        assert tokens.shape == (len(texts), muse.model.tree_size) and tokens.dtype == np.int32
+        assert tokens.shape == (len(texts), muse.model.num_rows) and tokens.dtype == np.int32
         np.testing.assert_array_equal(count, ~was_done)
         np.testing.assert_array_equal(accepted, count)
         for text, row, n in zip(texts, tokens, count, strict=True):

@@ -11,9 +11,11 @@ import pytest
 from flax import nnx
 
 from muse_jax import decoding, sharding
-from muse_jax.config import MUSE_SPARK_OPEN
+from muse_jax.config import MUSE_SPARK_OPEN, AttentionKind
 from muse_jax.decoding import DecodeState, Model
-from muse_jax.layout import text_tensors
+from muse_jax.draft import DFlash2
+from muse_jax.draft_config import DraftConfig, default_target_layer_ids
+from muse_jax.layout import draft_tensors, parameter_tree
 from muse_jax.model import MuseSpark
 from muse_jax.sampling import SamplingParams
 from muse_jax.sharding import make_mesh
@@ -27,6 +29,33 @@ def memory():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+# A draft of the published shape; head size and FFN width are those of a relative, the file's are not known.
+DRAFT = DraftConfig(
+    vocab_size=202_048,
+    hidden_size=8192,
+    num_hidden_layers=5,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=24_576,
+    rms_norm_eps=1e-5,
+    rope_theta=500_000.0,
+    layer_types=(AttentionKind.SLIDING,) * 5,
+    sliding_window=2048,
+    is_causal=False,
+    attention_bias=False,
+    target_layer_ids=default_target_layer_ids(62, 5),
+    mask_token_id=201_818,
+    block_size=16,
+    conv_kernel_size=2,
+    conv_group_size=16,
+    selector_rank=256,
+    selector_top_k=16,
+    output_multiplier=MUSE_SPARK_OPEN.output_multiplier,
+    final_logit_softcapping=MUSE_SPARK_OPEN.final_logit_softcapping,
+)
+
+
 @pytest.fixture(scope="module")
 def mesh():
     return make_mesh(8)
@@ -34,15 +63,18 @@ def mesh():
 
 @pytest.fixture(scope="module")
 def model(memory, mesh) -> Model:
-    params: dict = {}
-    for spec in text_tensors(MUSE_SPARK_OPEN):
-        node = params
-        for key in spec.path[:-1]:
-            node = node.setdefault(key, {})
-        where = sharding.param_sharding(spec, MUSE_SPARK_OPEN, mesh)
-        dtype = jnp.float32 if spec.keep_fp32 else jnp.bfloat16
-        node[spec.path[-1]] = jax.ShapeDtypeStruct(spec.param_shape, dtype, sharding=where)
-    return Model.create(MuseSpark(MUSE_SPARK_OPEN, dtype=jnp.dtype(jnp.bfloat16)), params, tree_size=TREE)
+    def shapes(config):
+        def leaf(spec):
+            where = sharding.param_sharding(spec, config, mesh)
+            dtype = jnp.float32 if spec.keep_fp32 else jnp.bfloat16
+            return jax.ShapeDtypeStruct(spec.param_shape, dtype, sharding=where)
+
+        return parameter_tree(config, leaf)
+
+    dtype = jnp.dtype(jnp.bfloat16)
+    module, draft = MuseSpark(MUSE_SPARK_OPEN, dtype=dtype), DFlash2(DRAFT, dtype=dtype)
+    params = {"params": shapes(MUSE_SPARK_OPEN), "draft": draft, "draft_params": shapes(DRAFT)}
+    return Model.create(module, **params, speculation="tree", tree_size=TREE)
 
 
 @pytest.fixture(scope="module")
@@ -53,19 +85,22 @@ def shaped(mesh):
 
 
 @pytest.fixture(scope="module")
-def cache(model, mesh, shaped):
-    cache = jax.eval_shape(functools.partial(decoding.empty_cache, batch=BATCH, slots=SLOTS), model)
-    where = sharding.cache_sharding(MUSE_SPARK_OPEN, mesh)
-    layers = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), cache.layers)
-    return decoding.KVCache(layers, shaped(cache.ring_positions))
+def caches(model, mesh, shaped):
+    def placed(cache, config):
+        where = sharding.cache_sharding(config, mesh)
+        layers = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), cache.layers)
+        return decoding.KVCache(layers, shaped(cache.ring_positions))
+
+    caches = jax.eval_shape(functools.partial(decoding.empty_caches, batch=BATCH, slots=SLOTS), model)
+    return tuple(placed(cache, config) for cache, config in zip(caches, (MUSE_SPARK_OPEN, DRAFT), strict=True))
 
 
 @pytest.fixture(scope="module")
-def state(cache, shaped):
+def state(caches, shaped):
     row = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     done = jax.ShapeDtypeStruct((BATCH,), jnp.bool)
     sampling = SamplingParams.create(BATCH, temperature=1.0)
-    return DecodeState(cache, *shaped((row, row, row, done, row, sampling)))
+    return DecodeState(*caches, *shaped((row, row, row, done, row, sampling)))
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +119,16 @@ def test_62_layers_build_as_shapes():
     assert (logits.shape, logits.dtype) == ((2, 4096, 202_048), jnp.float32)
 
 
-def test_caches(cache):
-    """Sixteen global layers keep every position; the others a ring of window - 1 + the largest tree."""
+def test_caches(caches):
+    """Sixteen global layers keep every position; the others, and the draft's, a ring of window - 1 + the largest tree."""
+    cache, draft_cache = caches
     sizes = collections.Counter(keys.shape for keys, _ in cache.layers)
     assert sizes == {(1, 16, SLOTS, 64): 16, (1, 16, 2047 + TREE, 64): 46}
-    for leaf in jax.tree.leaves(cache.layers):
-        assert leaf.dtype == jnp.bfloat16
-        assert leaf.sharding.shard_shape(leaf.shape)[1] == 2
+    assert {keys.shape for keys, _ in draft_cache.layers} == {(1, 8, 2047 + TREE, 128)}
+    for cache, heads in zip(caches, (2, 1), strict=True):
+        for leaf in jax.tree.leaves(cache.layers):
+            assert leaf.dtype == jnp.bfloat16
+            assert leaf.sharding.shard_shape(leaf.shape)[1] == heads
 
 
 def test_decode_lowers_for_eight_devices(traced, mesh):
@@ -101,7 +139,15 @@ def test_decode_lowers_for_eight_devices(traced, mesh):
     assert len(re.findall(r"call @_run_layer", text)) == 62
     new_state, out = traced.out_info
     assert new_state.cache.layers[1][0].shape == (BATCH, 16, SLOTS, 64)
+    assert new_state.draft_cache.layers[0][0].shape == (BATCH, 8, 2047 + TREE, 128)
     assert out.tokens.shape == (BATCH, TREE)
+
+
+def test_draft_is_as_large_as_the_specification_says():
+    """dflash2.md section 7: 4.38 G parameters with an FFN of three times the width."""
+    sizes = [spec.size for spec in draft_tensors(DRAFT)]
+    assert len(sizes) == 81
+    assert round(sum(sizes) / 1e9, 2) == 4.38
 
 
 def test_decode_lowers_for_a_gpu(traced):
@@ -109,12 +155,12 @@ def test_decode_lowers_for_a_gpu(traced):
     assert len(re.findall(r"call @_run_layer", text)) == 62
 
 
-def test_prefill_lowers_for_eight_devices(model, cache, shaped):
+def test_prefill_lowers_for_eight_devices(model, caches, shaped):
     last = jax.ShapeDtypeStruct((BATCH, MUSE_SPARK_OPEN.hidden_size), jnp.float32)
     tokens = jax.ShapeDtypeStruct((BATCH, CHUNK), jnp.int32)
     start, lengths = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((BATCH,), jnp.int32)
-    step = jax.jit(decoding.prefill_chunk, donate_argnames=("cache", "last"))
-    lowered = step.lower(model, cache, *shaped((last, tokens, start, lengths)))
+    step = jax.jit(decoding.prefill_chunk, donate_argnames=("caches", "last"))
+    lowered = step.lower(model, caches, *shaped((last, tokens, start, lengths)))
     text = lowered.as_text()
     assert len(re.findall(r"func\.func private @_run_layer", text)) == 2
     assert len(re.findall(r"call @_run_layer", text)) == 62

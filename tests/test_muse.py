@@ -30,7 +30,8 @@ class TestLoad:
         assert muse.config == small_config
         assert muse.stop_token_ids == (STOP,)
         assert (muse.mesh, muse.backend, muse.max_length) == (None, "xla", 512)
-        assert (muse.model.tree_size, muse.model.valid_vocab) == (16, 259)
+        assert (muse.model.num_rows, muse.model.valid_vocab) == (1, 259)
+        assert (muse.draft_config, muse.model.draft_params, str(muse.model.speculation)) == (None, None, "off")
         assert muse.model.config == small_config
         for loaded, saved in zip(jax.tree.leaves(muse.model.params), jax.tree.leaves(small_params), strict=True):
             assert isinstance(loaded, jax.Array)
@@ -80,9 +81,11 @@ class TestLoad:
             ({"backend": "pallas"}, "backend = 'pallas': this version has 'auto', 'xla'"),
             ({"numerics": "fp8"}, "numerics = 'fp8': allowed are 'hf', 'serving'"),
             ({"dtype": "float16"}, "dtype = 'float16': allowed are 'bfloat16', 'float32'"),
-            ({"tree_size": 0}, "tree_size = 0: expected an integer above 0"),
-            ({"tree_size": True}, "tree_size = True: expected an integer above 0"),
-            ({"prefill_chunk": 1.5}, "prefill_chunk = 1.5: expected an integer above 0"),
+            ({"tree_size": 1}, "tree_size = 1: expected an integer from 2 to 32"),
+            ({"tree_size": 33}, "tree_size = 33: expected an integer from 2 to 32"),
+            ({"tree_size": True}, "tree_size = True: expected an integer from 2 to 32"),
+            ({"prefill_chunk": 1.5}, "prefill_chunk = 1.5: expected an integer from 1 to 2147483647"),
+            ({"speculation": "beam"}, "speculation = 'beam': allowed are 'tree', 'chain', 'sampled_chain', 'off'"),
             ({"max_length": 1}, "max_length = 1: expected an integer above 1"),
             ({"max_length": "8"}, "max_length = '8': expected an integer above 1"),
         ],
@@ -283,7 +286,7 @@ def test_window_far_wider_than_the_request(small_config, small_params):
     config = dataclasses.replace(small_config, sliding_window=2**31 - 1)
     module = MuseSpark(config, dtype=jnp.float32)
     model = Model.create(module, jax.tree.map(jnp.asarray, small_params), valid_vocab=259)
-    wide = Muse(model, config, None, None, "xla", max_length=512, prefill_chunk=16)
+    wide = Muse(model, config, None, None, None, "xla", max_length=512, prefill_chunk=16)
     prompt = list(range(5, 45))
     state, out = wide.prefill([prompt], max_new_tokens=4, stop_token_ids=[])
     assert state.cache.ring_positions.shape[1] < 512

@@ -173,7 +173,7 @@ CONFIGS = {
 
 @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 def _logits(model, tokens):
-    stream, _ = model(tokens, FullContext.create(tokens.shape[1]))
+    stream, _, _ = model(tokens, FullContext.create(tokens.shape[1]))
     return model.logits(stream)
 
 

@@ -85,5 +85,5 @@ def test_logits(rng, name):
 
 @compile_once
 def _logits(model, tokens):
-    stream, _ = model(tokens, FullContext.create(tokens.shape[1]))
+    stream, _, _ = model(tokens, FullContext.create(tokens.shape[1]))
     return model.logits(stream)
