@@ -21,7 +21,7 @@ KEY_BLOCK = 512
 _HIDDEN = jnp.finfo(jnp.float32).min
 
 
-Part = tuple[jax.Array, jax.Array, jax.Array]  # keys, values, and which keys are visible: [B or 1, T, S] bool
+Part = tuple[jax.Array, jax.Array, jax.Array]  # keys, values, and which keys are visible: [B or 1, T or 1, S] bool
 
 
 def attend(q: jax.Array, parts: Sequence[Part], scale: float, numerics: Numerics) -> jax.Array:
@@ -104,31 +104,77 @@ def attend_prefix(
         return _map_queries(whole, q, min(16, num_queries))
 
     def online(q_block: jax.Array, start: jax.Array | int) -> jax.Array:
-        batch, block_queries, heads, _ = q_block.shape
+        block_queries = q_block.shape[1]
         end = first_position + start + block_queries  # positions the block sees
         queries = end - block_queries + jnp.arange(block_queries)
 
-        def step(i: jax.Array, carry: tuple) -> tuple:
-            # The last block may overlap its predecessor (slices stay in bounds); overlapped slots are hidden.
-            begin = jnp.minimum(i * KEY_BLOCK, slots - KEY_BLOCK)
-            keys = begin + jnp.arange(KEY_BLOCK)
+        def step(i: jax.Array, carry: Partial) -> Partial:
+            keys, k_block, v_block = _key_block(i, k, v)
             visible = (keys[None, :] <= queries[:, None]) & (keys >= i * KEY_BLOCK)[None, :]
-            k_block = lax.dynamic_slice_in_dim(k, begin, KEY_BLOCK, axis=2)
-            v_block = lax.dynamic_slice_in_dim(v, begin, KEY_BLOCK, axis=2)
-            scores = _scores(q_block, k_block, visible[None], scale, numerics)
-            output, maximum, total = carry
-            new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1, keepdims=True))
-            weights = jnp.exp(scores - new_maximum)
-            rescale = jnp.exp(maximum - new_maximum)
-            output = output * _per_query(rescale) + _values(weights, v_block)
-            return output, new_maximum, total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
+            return _fold(carry, q_block, (k_block, v_block, visible[None]), scale, numerics)
 
-        rows = (batch, k.shape[1], heads // k.shape[1], block_queries, 1)
-        empty = (jnp.zeros(q_block.shape, jnp.float32), jnp.full(rows, _HIDDEN), jnp.zeros(rows, jnp.float32))
-        output, _, total = lax.fori_loop(0, (end + KEY_BLOCK - 1) // KEY_BLOCK, step, empty)
-        return output / _per_query(total)
+        return _finish(lax.fori_loop(0, (end + KEY_BLOCK - 1) // KEY_BLOCK, step, _empty(q_block, k)))
 
     return _map_queries(online, q, min(PREFIX_QUERY_BLOCK, num_queries))
+
+
+def attend_committed(
+    q: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array, rows: Part, scale: float, numerics: Numerics
+) -> jax.Array:
+    """Attention of the rows of a step to a linear cache, of which each sequence has its first `lengths` slots, and to rows.
+
+    Args:     k, v: [B, K, slots, H].  lengths: [B] int32.  rows: keys and values of the step, and what each row sees of them;
+              each sees itself.
+    A long cache is read in blocks of KEY_BLOCK slots, so that what a step needs besides the cache does not grow with it
+    (except with HF numerics; see `attend_prefix`). All blocks are read: a loop of fixed length keeps a GPU from asking the
+    host whether to go on.
+    """
+    slots = k.shape[2]
+    if slots <= KEY_BLOCK or numerics.scores_rounded:
+        visible = jnp.arange(slots)[None, None, :] < lengths[:, None, None]
+        return attend(q, [(k, v, visible), rows], scale, numerics)
+
+    def step(i: jax.Array, carry: Partial) -> Partial:
+        keys, k_block, v_block = _key_block(i, k, v)
+        visible = (keys[None, None, :] < lengths[:, None, None]) & (keys >= i * KEY_BLOCK)[None, None, :]
+        return _fold(carry, q, (k_block, v_block, visible), scale, numerics)
+
+    # The rows come first: a maximum over a block of hidden keys alone would mean nothing.
+    carry = _fold(_empty(q, k), q, rows, scale, numerics)
+    return _finish(lax.fori_loop(0, -(-slots // KEY_BLOCK), step, carry))
+
+
+Partial = tuple[jax.Array, jax.Array, jax.Array]  # softmax so far: weighted values [B, T, N, H], maximum and sum of weights
+
+
+def _empty(q: jax.Array, k: jax.Array) -> Partial:
+    batch, num_queries, heads, _ = q.shape
+    rows = (batch, k.shape[1], heads // k.shape[1], num_queries, 1)
+    return jnp.zeros(q.shape, jnp.float32), jnp.full(rows, _HIDDEN), jnp.zeros(rows, jnp.float32)
+
+
+def _fold(carry: Partial, q: jax.Array, part: Part, scale: float, numerics: Numerics) -> Partial:
+    """Takes more keys into a softmax."""
+    k, v, visible = part
+    scores = _scores(q, k, visible, scale, numerics)
+    output, maximum, total = carry
+    new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1, keepdims=True))
+    weights = jnp.exp(scores - new_maximum)
+    rescale = jnp.exp(maximum - new_maximum)
+    output = output * _per_query(rescale) + _values(weights, v)
+    return output, new_maximum, total * rescale + jnp.sum(weights, axis=-1, keepdims=True)
+
+
+def _finish(carry: Partial) -> jax.Array:
+    output, _, total = carry
+    return output / _per_query(total)
+
+
+def _key_block(i: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Slots, keys and values of block i. The last block may overlap the one before, as slices stay in bounds."""
+    begin = jnp.minimum(i * KEY_BLOCK, k.shape[2] - KEY_BLOCK)
+    k, v = (lax.dynamic_slice_in_dim(x, begin, KEY_BLOCK, axis=2) for x in (k, v))
+    return begin + jnp.arange(KEY_BLOCK), k, v
 
 
 def _scores(q: jax.Array, k: jax.Array, visible: jax.Array, scale: float, numerics: Numerics) -> jax.Array:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from muse_jax.attention import attend, attend_band, attend_causal, attend_prefix
+from muse_jax.attention import attend, attend_band, attend_causal, attend_committed, attend_prefix
 from muse_jax.config import ModelConfig
 from muse_jax.draft_config import DraftConfig
 from muse_jax.numerics import Numerics
@@ -170,21 +170,20 @@ class PrefillContext:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["start", "positions", "ring_visible", "linear_visible", "rows_in_window", "rows_visible"],
+    data_fields=["start", "positions", "ring_visible", "rows_in_window", "rows_visible"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeContext:
     """T rows per sequence after its `start` committed positions: a token, a chain, a tree, or the block of a draft.
 
-    The masks say what each row sees: committed keys in the ring and in the linear cache, and rows of this step in sliding
-    and in global layers. Distances are those of positions; rows of a tree at the same depth share one.
+    The masks say what each row sees: committed keys in the ring, and rows of this step in sliding and in global layers; a
+    linear cache shows all that is committed. Distances are those of positions; rows of a tree at the same depth share one.
     """
 
     start: jax.Array  # [B] int32
     positions: jax.Array  # [B, T] int32
     ring_visible: jax.Array  # [B, T, ring slots] bool
-    linear_visible: jax.Array  # [B, T, slots] bool
     rows_in_window: jax.Array  # [B, T, T] bool
     rows_visible: jax.Array  # [B, T, T] bool
 
@@ -198,13 +197,10 @@ class DecodeContext:
         oldest = positions[:, :, None] - (config.sliding_window or 1) + 1  # position a sliding layer still sees
         ring = cache.ring_positions[:, None, :]
         ring_visible = (ring >= jnp.maximum(oldest, 0)) & (ring < start[:, None, None])
-        global_slots = [keys.shape[2] for i, (keys, _) in enumerate(cache.layers) if config.window(i) is None]
-        slots = _arange(global_slots[0] if global_slots else 0)[None, None, :]
         return cls(
             start=start,
             positions=positions,
             ring_visible=ring_visible,
-            linear_visible=jnp.broadcast_to(slots < start[:, None, None], (*depth.shape, slots.shape[2])),
             rows_in_window=visible[1] & (positions[:, None, :] >= oldest),
             rows_visible=visible[0],
         )
@@ -219,10 +215,11 @@ class DecodeContext:
     def attend(self, q, k, v, cache: KV, window: int | None, scale: float, numerics: Numerics):
         """Attends to the cache and the rows. As in PrefillContext, but returns the rows, [B, K, T, H], not a new cache."""
         k, v = _heads_first(k), _heads_first(v)
-        old_visible, rows_visible = (
-            (self.linear_visible, self.rows_visible) if window is None else (self.ring_visible, self.rows_in_window)
-        )
-        return attend(q, [(*cache, old_visible), (k, v, rows_visible)], scale, numerics), (k, v)
+        if window is None:
+            out = attend_committed(q, *cache, self.start, (k, v, self.rows_visible), scale, numerics)
+        else:
+            out = attend(q, [(*cache, self.ring_visible), (k, v, self.rows_in_window)], scale, numerics)
+        return out, (k, v)
 
 
 def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array, ring: int | None) -> jax.Array:

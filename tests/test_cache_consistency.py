@@ -221,6 +221,28 @@ def test_long_prefix(rng, numerics, queries):
         np.testing.assert_allclose(ours, expected, rtol=0, atol=ATTENTION_TOLERANCE)
 
 
+@pytest.mark.parametrize("numerics", NUMERICS.values(), ids=list(NUMERICS))
+@pytest.mark.parametrize("slots", [7, attention.KEY_BLOCK, attention.KEY_BLOCK + 1, 1250])
+def test_committed_keys_and_rows(rng, numerics, slots):
+    """Two sequences of their own lengths, and rows that see themselves and some of the others, as in a tree."""
+    num_rows = 5
+    q, k, v = random_attention(rng, num_rows, slots)
+    _, rows_k, rows_v = random_attention(rng, num_rows, num_rows)
+    seen = np.eye(num_rows, dtype=bool) | (rng.random((2, num_rows, num_rows)) < 0.3)
+    run = compile_once(functools.partial(attention.attend_committed, scale=0.4, numerics=numerics))
+    edges = {0, 1, attention.KEY_BLOCK - 1, attention.KEY_BLOCK, attention.KEY_BLOCK + 1, slots - 1, slots}
+    for length in sorted(edge for edge in edges if 0 <= edge <= slots):
+        lengths = (length, slots // 2)
+        past_end = np.arange(slots)[None, :] >= np.array(lengths)[:, None]
+        dirty_k, dirty_v = (np.where(past_end[:, None, :, None], UNREADABLE, x) for x in (k, v))
+        ours = run(q, dirty_k, dirty_v, jnp.int32(lengths), (rows_k, rows_v, seen))
+        for b in range(2):
+            keys, values = (np.concatenate(x, axis=1)[None] for x in ((k[b], rows_k[b]), (v[b], rows_v[b])))
+            visible = np.concatenate([np.tile(~past_end[b], (num_rows, 1)), seen[b]], axis=1)
+            expected = direct_attention(q[b : b + 1], keys, values, visible, 0.4)
+            np.testing.assert_allclose(ours[b : b + 1], expected, rtol=0, atol=ATTENTION_TOLERANCE)
+
+
 @pytest.mark.parametrize("queries", [1, 127, 128, 129, 257, 300])
 @pytest.mark.parametrize("window", [1, 8, 200])
 def test_banded_attention(rng, queries, window):
