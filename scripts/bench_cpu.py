@@ -1,16 +1,18 @@
-"""Times muse_jax and transformers on the same checkpoint, CPU, prompt and run, after checking that their tokens agree.
+"""Times muse_jax, transformers and dflash on the same checkpoint, CPU, prompts and run, after checking that tokens agree.
 
-    python scripts/bench_cpu.py              needs the extra `parity`
+    python scripts/bench_cpu.py              needs the extra `parity`, and dflash (pip install --no-deps dflash==0.1.0)
 
-Both are fp32, batch 1, greedy, without stop tokens. transformers runs with the fastest of its settings here: attention and
-expert implementation and number of threads are tried first, for decoding and prefill apart. Then the two take turns.
-Decoding is timed from the first token's arrival to the last one's, prefill from the prompt to the first token, start-up
-from the start of a `generate.py` process to its first text.
+All are fp32, batch 1, greedy, and answer the same few questions to the end. transformers runs with the fastest of its
+settings here: attention and expert implementation and number of threads are tried first, for decoding, for dflash (which
+drives transformers' target with the checkpoint's draft) and for prefill apart. Then all take turns. Decoding is timed from
+the first token's arrival to the last one's, prefill from the prompt to the first token, start-up from the start of a
+`generate.py` process to its first text.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import logging
@@ -29,13 +31,22 @@ import numpy as np
 from generate import BUNDLED, SAMPLE_QUESTION, Parser, positive_int
 
 import muse_jax
+from muse_jax.muse import DRAFT_DIRECTORY
 
 NAME = "bench_cpu.py"
 PREFILL_TOKENS = 1000
+QUESTIONS = (
+    SAMPLE_QUESTION,
+    "Mia reads 15 pages a day from Monday to Friday and 40 pages in all at the weekend. How many pages does she read a week?",
+    "A farmer has 6 rows of 25 cabbages. Rabbits eat 18 of them and he sells the rest for $2 each. How much does he earn?",
+    "Tom is 4 years older than Ben, and Ben is twice as old as Lea, who is 7. How old is Tom?",
+    "A bus has 48 seats. A quarter of them are empty, and 5 people stand. How many people are on the bus?",
+    "Nora saves $12 a week for 9 weeks and then buys shoes for $65. How much money does she have left?",
+)
 PROBE_TOKENS = 12  # decoded to find transformers' fastest setting
 # A greedy choice may differ where the two logits are closer than this, for at most one token in a thousand: what fp32 sums,
 # added in another order, can do.
-TIE = 1e-4
+TIE, TIE_FRACTION = 1e-4, 1e-3
 
 
 class Run(NamedTuple):
@@ -78,21 +89,44 @@ class Transformers:
         logging.getLogger("transformers").setLevel(logging.ERROR)
         self._torch, self._arrivals = torch, Arrivals
         self._model = MuseSparkForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
-        self._model.generation_config.eos_token_id = None
+        self._draft = None
+        if (checkpoint / DRAFT_DIRECTORY).is_dir():
+            from dflash.model import DFlash2DraftModel
+
+            self._draft = DFlash2DraftModel.from_pretrained(checkpoint / DRAFT_DIRECTORY, dtype=torch.float32).eval()
+            self._draft.register_forward_pre_hook(lambda *_: self._draft_times.append(time.perf_counter()))
+            self._draft_times: list[float] = []
 
     def use(self, setting: Setting) -> None:
         self._model.set_attn_implementation(setting.attention)
         self._model.set_experts_implementation(setting.experts)
         self._torch.set_num_threads(setting.threads)
 
-    def run(self, prompt: Sequence[int], num_tokens: int) -> Run:
+    @property
+    def has_draft(self) -> bool:
+        return self._draft is not None
+
+    def run(self, prompt: Sequence[int], num_tokens: int, stops: Sequence[int] = ()) -> Run:
+        """One token after the other."""
         arrivals, ids = self._arrivals(), self._torch.tensor([prompt])
         mask = self._torch.ones_like(ids)
+        self._model.generation_config.eos_token_id = list(stops) or None
         began = time.perf_counter()
         with self._torch.inference_mode():
             out = self._model.generate(ids, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False, streamer=arrivals)
         first, last = arrivals.times[1], arrivals.times[-1]
         return Run(out[0, len(prompt) :].tolist(), first - began, last - first)
+
+    def run_dflash(self, prompt: Sequence[int], num_tokens: int, stops: Sequence[int]) -> Run:
+        """Speculatively; the first token is there when the draft is first called."""
+        from dflash.model import dflash_generate
+
+        self._draft_times.clear()
+        began = time.perf_counter()
+        out = dflash_generate(self._draft, self._model, self._torch.tensor([prompt]), num_tokens, list(stops))
+        ended = time.perf_counter()
+        first = self._draft_times[0] if self._draft_times else ended
+        return Run(out[0, len(prompt) :].tolist(), first - began, ended - first)
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """[T, V]."""
@@ -109,38 +143,46 @@ class Transformers:
         return min(seconds, key=seconds.get)
 
 
-def run_muse(muse: muse_jax.Muse, prompt: Sequence[int], num_tokens: int) -> Run:
-    generation = muse.generate(prompt, max_new_tokens=num_tokens, stop_token_ids=())
+def run_muse(muse: muse_jax.Muse, prompt: Sequence[int], num_tokens: int, stops: Sequence[int] = ()) -> Run:
+    generation = muse.generate(prompt, max_new_tokens=num_tokens, stop_token_ids=stops)
     for _ in generation:
         pass
     return Run(generation.tokens, generation.seconds_prefill, generation.seconds_decode)
 
 
-def check_tokens(muse: muse_jax.Muse, peer: Transformers, prompt: list[int], num_tokens: int) -> int:
-    """Compares greedy tokens of the two. Where they differ at a tie, the comparison goes on after transformers' choice.
+def check_tokens(
+    runs: dict[str, Callable[..., Run]], peer: Transformers, prompt: list[int], num_tokens: int, stops: Sequence[int]
+) -> tuple[int, int]:
+    """Compares greedy tokens with those of transformers, plain. Where some differ at a tie, the comparison goes on after
+    transformers' choice.
 
-    Returns:  the number of ties.
-    Raises:   ValueError where they differ and it is no tie, or if there are too many ties.
+    Returns:  the number of tokens compared, and of ties.
+    Raises:   ValueError where they differ and it is no tie.
     """
-    theirs = peer.run(prompt, num_tokens).tokens
-    if len(theirs) != num_tokens:
-        raise ValueError(f"transformers stopped after {len(theirs)} of {num_tokens} tokens")
+    theirs = peer.run(prompt, num_tokens, stops).tokens
     logits = peer.logits(prompt + theirs)
-    agreed = ties = 0
-    while agreed < num_tokens:
-        ours = run_muse(muse, prompt + theirs[:agreed], num_tokens - agreed).tokens
-        differing = [i for i, pair in enumerate(zip(ours, theirs[agreed:], strict=True)) if len(set(pair)) == 2]
-        if not differing:
-            break
-        own = ours[differing[0]]
-        agreed += differing[0]
-        row = logits[len(prompt) + agreed - 1]
-        gap = float(row[theirs[agreed]] - row[own])
-        if gap >= TIE or ties == num_tokens // 1000:
-            theirs_and_ours = f"transformers takes {theirs[agreed]}, muse_jax {own}, whose logit is {gap:.2g} less"
-            raise ValueError(f"token {agreed}: {theirs_and_ours}; {ties} ties before")
-        agreed, ties = agreed + 1, ties + 1
-    return ties
+    ties = 0
+    for name, run in runs.items():
+        agreed = 0
+        while agreed < len(theirs):
+            ours = run(prompt + theirs[:agreed], num_tokens - agreed, stops).tokens
+            differing = next(
+                (i for i, pair in enumerate(zip(ours, theirs[agreed:], strict=False)) if len(set(pair)) == 2), None
+            )
+            if differing is None:
+                if len(ours) != len(theirs) - agreed:
+                    raise ValueError(f"{name} writes {agreed + len(ours)} tokens, transformers {len(theirs)}")
+                break
+            own = ours[differing]
+            agreed += differing
+            row = logits[len(prompt) + agreed - 1]
+            gap = float(row[theirs[agreed]] - row[own])
+            if gap >= TIE:
+                raise ValueError(
+                    f"token {agreed}: transformers takes {theirs[agreed]}, {name} {own}, whose logit is {gap:.2g} less"
+                )
+            agreed, ties = agreed + 1, ties + 1
+    return len(theirs) * len(runs), ties
 
 
 def interleave(repeats: int, **measures: Callable[[], float]) -> dict[str, list[float]]:
@@ -204,40 +246,66 @@ def num_cores() -> int:
 
 def bench(args: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {"conditions": conditions(), "checkpoint": args.checkpoint.name}
-    muse = muse_jax.load(args.checkpoint, dtype="float32")
     peer = Transformers(args.checkpoint)
-    prompt = muse.tokenizer.encode(SAMPLE_QUESTION)
-    repeated = muse.tokenizer.encode(SAMPLE_QUESTION * (PREFILL_TOKENS // len(prompt) + 1))
-    long_prompt = (repeated * PREFILL_TOKENS)[:PREFILL_TOKENS]
+    plain = muse_jax.load(args.checkpoint, dtype="float32", speculation="off")
+    runs = {"plain": functools.partial(run_muse, plain)}
+    if peer.has_draft:
+        speculative = muse_jax.load(args.checkpoint, dtype="float32", tree_size=args.tree_size)
+        runs = {"muse_jax": functools.partial(run_muse, speculative), **runs, "dflash": peer.run_dflash}
+    runs["transformers"] = peer.run
 
-    ties = check_tokens(muse, peer, prompt, args.new_tokens)
-    results["correctness"] = {"tokens": args.new_tokens, "ties": ties}
+    def chat(question: str) -> list[int]:
+        text = plain.tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
+        return plain.tokenizer.encode(text, add_special_tokens=False)
+
+    prompts, stops = [chat(question) for question in QUESTIONS], plain.stop_token_ids
+    long_prompt = (chat(" ".join(QUESTIONS)) * PREFILL_TOKENS)[:PREFILL_TOKENS]
+
+    others = {name: run for name, run in runs.items() if name != "transformers"}
+    counts = [check_tokens(others, peer, prompt, args.new_tokens, stops) for prompt in prompts]
+    compared, ties = map(sum, zip(*counts, strict=True))
+    if ties > TIE_FRACTION * compared:
+        raise ValueError(f"{ties} ties in {compared} tokens: at most {TIE_FRACTION:.1%} are excused")
+    results["correctness"] = {"tokens": compared, "ties": ties}
 
     threads = sorted({1, num_cores()})
     # The third implementation of experts, batched_mm, copies the weights of every token's experts: for decoding alone.
     settings = [Setting(*s) for s in itertools.product(("eager", "sdpa"), ("eager", "grouped_mm", "batched_mm"), threads)]
-    for_decode = peer.fastest(lambda: peer.run(prompt, PROBE_TOKENS).seconds_decode, settings)
+    best = {"transformers": peer.fastest(lambda: peer.run(prompts[0], PROBE_TOKENS).seconds_decode, settings)}
+    if peer.has_draft:
+        best["dflash"] = peer.fastest(lambda: peer.run_dflash(prompts[0], args.new_tokens, stops).seconds_decode, settings)
     for_prefill = peer.fastest(
         lambda: peer.run(long_prompt, 1).seconds_prefill, [s for s in settings if s.experts != "batched_mm"]
     )
-    later = args.new_tokens - 1
-    peer.use(for_decode)
-    results["decode"] = {"unit": "tokens/s", "new_tokens": args.new_tokens, "setting": str(for_decode)}
-    results["decode"] |= interleave(
-        args.repeats,
-        muse_jax=lambda: later / run_muse(muse, prompt, args.new_tokens).seconds_decode,
-        transformers=lambda: later / peer.run(prompt, args.new_tokens).seconds_decode,
-    )
+
+    def tokens_per_second(name: str) -> float:
+        if name in best:
+            peer.use(best[name])
+        done = [runs[name](prompt, args.new_tokens, stops) for prompt in prompts]
+        return sum(len(run.tokens) - 1 for run in done) / sum(run.seconds_decode for run in done)
+
+    results["decode"] = {"unit": "tokens/s", "questions": len(prompts)}
+    results["decode"] |= {"settings": {name: str(setting) for name, setting in best.items()}}
+    results["decode"] |= interleave(args.repeats, **{name: functools.partial(tokens_per_second, name) for name in runs})
     peer.use(for_prefill)
     results["prefill"] = {"unit": "ms", "prompt_tokens": PREFILL_TOKENS, "setting": str(for_prefill)}
     results["prefill"] |= interleave(
         args.repeats,
-        muse_jax=lambda: 1e3 * run_muse(muse, long_prompt, 1).seconds_prefill,
+        plain=lambda: 1e3 * run_muse(plain, long_prompt, 1).seconds_prefill,
         transformers=lambda: 1e3 * peer.run(long_prompt, 1).seconds_prefill,
+        **({"muse_jax": lambda: 1e3 * run_muse(speculative, long_prompt, 1).seconds_prefill} if peer.has_draft else {}),
     )
     if not args.skip_startup:
         results["startup"] = {"unit": "s"} | time_startup(args.checkpoint)
     return results
+
+
+LABELS = {  # of the measures, in the order of the table
+    "muse_jax": "muse_jax",
+    "plain": "muse_jax, no draft",
+    "dflash": "dflash on transformers",
+    "transformers": "transformers",
+}
 
 
 def print_table(results: dict[str, Any]) -> None:
@@ -252,22 +320,28 @@ def print_table(results: dict[str, Any]) -> None:
 
     decode, prefill, correctness = results["decode"], results["prefill"], results["correctness"]
     facts = results["conditions"]
-    table = Table(title=f"{results['checkpoint']}, fp32, batch 1, greedy: median (min - max) of {len(decode['muse_jax'])}")
-    for column in ("", "muse_jax", "transformers", "ratio"):
+    table = Table(title=f"{results['checkpoint']}, fp32, batch 1, greedy: median (min - max) of {len(decode['plain'])}")
+    columns = ("", "decode, tokens/s", "of transformers", f"prefill {prefill['prompt_tokens']}, ms", "of transformers")
+    for column in columns:
         table.add_column(column, justify="right" if column else "left", no_wrap=True)
-    for name, row in (
-        (f"decode {decode['new_tokens']}, tokens/s", decode),
-        (f"prefill {prefill['prompt_tokens']}, ms", prefill),
-    ):
-        ratio = statistics.median(row["muse_jax"]) / statistics.median(row["transformers"])
-        table.add_row(name, spread(row["muse_jax"]), spread(row["transformers"]), f"{ratio:.2f}")
-    for name, seconds in results.get("startup", {}).items():
-        if name != "unit":
-            table.add_row(f"{name}, s", f"{seconds:.1f}", "", "")
-    console = Console(highlight=False)
-    console.print(f"tokens agree: {correctness['tokens']} greedy tokens, {correctness['ties']} ties excused")
+    for name, label in LABELS.items():
+        cells = []
+        for row in (decode, prefill):
+            if name in row:
+                ratio = statistics.median(row[name]) / statistics.median(row["transformers"])
+                cells += [spread(row[name]), f"{ratio:.2f}"]
+            else:
+                cells += ["", ""]
+        if any(cells):
+            table.add_row(label, *cells)
+    console = Console(highlight=False, width=110)
+    console.print(f"tokens agree: {correctness['tokens']} greedy tokens compared, {correctness['ties']} ties excused")
     console.print(table)
-    console.print(f"transformers: decoding with {decode['setting']}; prefill with {prefill['setting']}")
+    if startup := results.get("startup"):
+        console.print(", ".join(f"{name} {startup[name]:.1f} s to the first text" for name in ("first run", "second run")))
+    for name, setting in decode["settings"].items():
+        console.print(f"{LABELS[name]}: decoding with {setting}")
+    console.print(f"transformers: prefill with {prefill['setting']}")
     console.print(
         f"{facts['cpu']}, {facts['cores']} cores, load {facts['load_before']} before; Python {facts['python']}, "
         f"jax {facts['jax']}, torch {facts['torch']}, transformers {facts['transformers']}; commit {facts['commit']}"
@@ -278,7 +352,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("--checkpoint", type=Path, default=BUNDLED, help="directory in Hugging Face layout (default: the bundled muse_tiny)")
-    add("--new-tokens", type=positive_int, default=128, metavar="N", help="tokens to decode (default: 128)")
+    add("--new-tokens", type=positive_int, default=256, metavar="N", help="most tokens of an answer (default: 256)")
+    add("--tree-size", type=positive_int, default=16, metavar="N", help="nodes that muse_jax verifies in a step (default: 16)")
     add("--repeats", type=positive_int, default=5, metavar="N", help="timed runs of each (default: 5)")
     add("--skip-startup", action="store_true", help="do not time the start of generate.py")
     add("--json", action="store_true", help="also print everything as one JSON object, the last line")
@@ -289,7 +364,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         results = bench(args)
     except ModuleNotFoundError as error:
-        print(f"{NAME}: {error.name} is not installed: pip install -e '.[parity]'", file=sys.stderr)
+        print(
+            f"{NAME}: {error.name} is not installed: pip install -e '.[parity]' (dflash: pip install --no-deps dflash==0.1.0)",
+            file=sys.stderr,
+        )
         return 2
     except (ValueError, OSError) as error:
         print(f"{NAME}: {error}", file=sys.stderr)
