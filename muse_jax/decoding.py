@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +117,7 @@ class DecodeState:
     token: jax.Array  # [B] int32, the last emitted token, which has no KV yet: the anchor
     remaining: jax.Array  # [B] int32, tokens that may still be emitted
     done: jax.Array  # [B] bool
-    stop_ids: jax.Array  # [S] int32
+    stop_ids: jax.Array  # [B, S] int32
     sampling: SamplingParams
 
     def _flatten(self) -> tuple[tuple, None]:
@@ -200,7 +200,10 @@ def first_token(
     stop_ids: jax.Array,
     sampling: SamplingParams,
 ) -> tuple[DecodeState, StepOutput]:
-    """Chooses the token after each prompt. last: [B, D], the stream of the prompts' last tokens; max_new_tokens: [B]."""
+    """Chooses the token after each prompt.
+
+    Args:     last: [B, D], the stream of the prompts' last tokens.  max_new_tokens: [B].  stop_ids: [B, S].
+    """
     logits = model.module.logits(last[:, None, :])[:, 0]
     cache, draft_cache = caches
     state = DecodeState(
@@ -227,6 +230,9 @@ def decode(model: Model, state: DecodeState) -> tuple[DecodeState, StepOutput]:
 
 def decode_and_trace(model: Model, state: DecodeState) -> tuple[DecodeState, StepOutput, tuple[Tree, jax.Array]]:
     """`decode`, which also returns the tree that was verified and the path [B, N] of accepted nodes (the first `accepted`)."""
+    if state.length.ndim != 1:
+        raise ValueError("decode takes a batch as it is, without jax.vmap: give several prompts to prefill")
+    model = _refuse_derivatives(model)
     nodes, ids, proposal = propose_nodes(model, state)
     logits, rows, taps = _verify(model, state, nodes)
     choice = target_choice(logits, nodes, state.length, state.sampling, model.valid_vocab, ids, proposal)
@@ -236,6 +242,16 @@ def decode_and_trace(model: Model, state: DecodeState) -> tuple[DecodeState, Ste
     cache, draft_cache = _commit(model, state, rows, taps, path, emitted)
     new = dataclasses.replace(new, cache=cache, draft_cache=draft_cache, length=state.length + out.count)
     return new, out, (nodes, path)
+
+
+@jax.custom_jvp
+def _refuse_derivatives(model: Model) -> Model:
+    return model
+
+
+@_refuse_derivatives.defjvp
+def _(primals: tuple, tangents: tuple) -> NoReturn:
+    raise ValueError("decode chooses tokens and has no derivative: differentiate the logits of whole sequences instead")
 
 
 def propose_nodes(model: Model, state: DecodeState) -> tuple[Tree, jax.Array | None, jax.Array | None]:
@@ -287,7 +303,7 @@ def _emit(model: Model, state: DecodeState, tokens: jax.Array, accepted: jax.Arr
     slots = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     accepted = jnp.where(state.done, 0, accepted)
     count = jnp.minimum(accepted, state.remaining)
-    is_stop = jnp.any(tokens[:, :, None] == state.stop_ids[None, None, :], axis=2) & (slots < count[:, None])
+    is_stop = jnp.any(tokens[:, :, None] == state.stop_ids[:, None, :], axis=2) & (slots < count[:, None])
     stopped = jnp.any(is_stop, axis=1)
     count = jnp.where(stopped, jnp.argmax(is_stop, axis=1).astype(jnp.int32) + 1, count)
     last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]

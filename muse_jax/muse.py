@@ -219,7 +219,7 @@ class Muse:
                 f"max_length is {self.max_length}"
             )
         sampling = SamplingParams.create(batch, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-        stops = self._check_stops(stop_token_ids)
+        stops = np.tile(self._check_stops(stop_token_ids), (batch, 1))
 
         chunk = min(self.prefill_chunk, max(_MIN_CHUNK, _power_of_two(int(lengths.max()))))
         padded = np.pad(padded, ((0, 0), (0, -padded.shape[1] % chunk)))

@@ -279,6 +279,15 @@ class TestStep:
             with pytest.raises(ValueError, match=r"^this DecodeState was donated to an earlier step; use the state .*$"):
                 use(old)
 
+    def test_vmap_and_grad_are_refused(self, muse, prompts):
+        state, _ = start(muse, prompts)
+        with pytest.raises(
+            ValueError, match=r"^decode takes a batch as it is, without jax.vmap: give several prompts to prefill"
+        ):
+            jax.vmap(muse_jax.decode, in_axes=(None, 0))(muse.model, state)
+        with pytest.raises(ValueError, match=r"^decode chooses tokens and has no derivative: differentiate the logits .*$"):
+            jax.grad(muse_jax.decode)(muse.model, state)
+
 
 def compilations(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if "XLA compilation" in record.getMessage()]

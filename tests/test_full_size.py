@@ -99,8 +99,9 @@ def caches(model, mesh, shaped):
 def state(caches, shaped):
     row = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     done = jax.ShapeDtypeStruct((BATCH,), jnp.bool)
+    stops = jax.ShapeDtypeStruct((BATCH, 1), jnp.int32)
     sampling = SamplingParams.create(BATCH, temperature=1.0)
-    return DecodeState(*caches, *shaped((row, row, row, done, row, sampling)))
+    return DecodeState(*caches, *shaped((row, row, row, done, stops, sampling)))
 
 
 @pytest.fixture(scope="module")
