@@ -1,11 +1,14 @@
-"""Muse Spark checkpoints on disk: Hugging Face directories of safetensors, read into device arrays and written back."""
+"""Checkpoints of Muse Spark and its draft: Hugging Face directories of safetensors, into device arrays and back."""
 
 from checkpoints.hf import (
     CheckpointReader,
     LoadReport,
     checkpoint_dtype,
+    load_draft_params,
     load_text_params,
     read_config,
+    read_draft_config,
+    save_draft,
     save_hf,
     sharded_put,
 )
@@ -16,8 +19,11 @@ __all__ = [
     "CheckpointReader",
     "LoadReport",
     "checkpoint_dtype",
+    "load_draft_params",
     "load_text_params",
     "read_config",
+    "read_draft_config",
+    "save_draft",
     "save_hf",
     "sharded_put",
 ]

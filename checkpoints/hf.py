@@ -1,4 +1,4 @@
-"""Hugging Face directories of Muse Spark: text weights into device arrays, and back.
+"""Hugging Face directories of Muse Spark and of its draft: weights into device arrays, and back.
 
 The bounded-memory rule of both directions: one tensor at a time is on the host.
 """
@@ -14,8 +14,9 @@ import re
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -32,15 +33,21 @@ from checkpoints.shards import (
     OutgoingTensor,
     StoredTensor,
     open_directory,
+    read_header,
     read_json,
     some,
     write_json,
     write_safetensors,
 )
 from muse_jax.config import ModelConfig
-from muse_jax.layout import TensorSpec, insert, is_skipped, text_tensors
+from muse_jax.draft_config import DraftConfig
+from muse_jax.layout import TensorSpec, insert, is_skipped
+from muse_jax.layout import tensors as tensor_specs
 
 CONFIG_FILE = "config.json"
+# A draft may bring its own embedding of the mask token. Others store it as a pickle, which runs code when it is opened.
+MASK_FILE = "mask_embedding.safetensors"
+_MASK_PICKLE = "mask_embedding.pt"
 
 # Reads a slice of one parameter: a tuple of slices, leading axes first, in; an array of the parameter's dtype out.
 ReadSlice = Callable[[tuple[slice, ...]], np.ndarray]
@@ -51,18 +58,29 @@ Put = Callable[[TensorSpec, tuple[int, ...], np.dtype, ReadSlice], Any]
 # are the stack's last two axes, in the order of its leading ones.
 _EXPERT_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _PER_EXPERT = re.compile(r"(.+\.mlp\.experts)\.[0-9]+\.(?:gate|up|down)_proj\.weight")
+# Other names of a draft's tensors (dflash2.md section 1.2), tried in this order.
+_DRAFT_ALIASES = tuple(
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"model\.(.+)", r"\1"),
+        (r"midlayer\.(.+)", r"layers.0.\1"),
+        (r"encoder\.fc\.weight", "fc.weight"),
+        (r"encoder\.output_norm_enc\.weight", "hidden_norm.weight"),
+        (r"(candidate_selector\.(?:predecessor|successor)_codebook)\.weight", r"\1"),
+    )
+)
 _QUANTISED = re.compile(r".+[._](?:qweight|qzeros|scales|g_idx|weight_packed|weight_scale|weight_scale_2|input_scale)")
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadReport:
-    """What a checkpoint holds and how much of it is text."""
+    """What a checkpoint holds, and how much of it was left."""
 
-    num_tensors: int  # text parameters; a stack of experts is one, however it is stored
-    num_bytes: int  # of the text tensors in the files
+    num_tensors: int  # parameters; a stack of experts is one, however it is stored
+    num_bytes: int  # of their tensors in the files
     num_skipped: int  # tensors of the vision and audio towers and other known ones that text does not need
     skipped_bytes: int
-    dtypes: tuple[str, ...]  # of the text tensors in the files: "BF16", "F32" or both
+    dtypes: tuple[str, ...]  # of the parameters' tensors in the files: "BF16", "F32" or both
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,26 +104,42 @@ def read_config(directory: str | os.PathLike) -> ModelConfig:
     return ModelConfig.from_hf(read_json(_existing(directory) / CONFIG_FILE))
 
 
-def checkpoint_dtype(config: ModelConfig) -> np.dtype:
+def read_draft_config(directory: str | os.PathLike) -> DraftConfig:
+    """The draft of a checkpoint directory; `has_mask_embedding` says whether mask_embedding.safetensors is there.
+
+    Raises:   CheckpointError if the directory or its config.json is missing or unreadable, or if a mask embedding is
+              there as a pickle only; ConfigError for a draft that is not implemented.
+    """
+    directory = _existing(directory)
+    config = DraftConfig.from_hf(read_json(directory / CONFIG_FILE))
+    return dataclasses.replace(config, has_mask_embedding=_has_mask_file(directory))
+
+
+def checkpoint_dtype(config: ModelConfig | DraftConfig) -> np.dtype:
     """The dtype most of the checkpoint's tensors have, bf16 or fp32."""
     return jnp.dtype(config.dtype)
 
 
 class CheckpointReader:
-    """The text tensors of a directory, all checked against the config before any of them is read.
+    """The text tensors of a target or the tensors of a draft, all checked against the config before any of them is read.
 
-    Args:     directory: holds `model.safetensors`, or `model.safetensors.index.json` and its shards.
+    Args:     directory: holds `model.safetensors`, or `model.safetensors.index.json` and its shards; of a draft also
+                  `mask_embedding.safetensors`, if it has one.
               config: says which tensors there are and their shapes; BF16 and F32 are accepted for each.
     Raises:   CheckpointError naming every kind of fault found: unreadable files, and missing, unknown, misshapen,
               quantised or doubly stored tensors.
     """
 
-    def __init__(self, directory: str | os.PathLike, config: ModelConfig) -> None:
+    def __init__(self, directory: str | os.PathLike, config: ModelConfig | DraftConfig) -> None:
         directory = _existing(directory)
         stored = open_directory(directory)
-        self.specs = text_tensors(config)
-        self.skipped = tuple(name for name in stored if is_skipped(name))
-        self._sources = _match(directory, self.specs, {name: stored[name] for name in stored.keys() - self.skipped})
+        self.specs = tensor_specs(config)
+        is_draft = isinstance(config, DraftConfig)
+        self.skipped = tuple(filter(_is_rotary_buffer if is_draft else is_skipped, stored))
+        parameters = {name: stored[name] for name in stored.keys() - self.skipped}
+        if is_draft:
+            parameters = _draft_names(directory, [*parameters.items(), *_mask_embedding(directory, config)])
+        self._sources = _match(directory, self.specs, parameters)
         parts = [part for source in self._sources.values() for part in source.parts]
         self.report = LoadReport(
             num_tensors=len(self.specs),
@@ -156,30 +190,31 @@ def load_text_params(
               an array of `param_shape`; and what was found.
     Raises:   CheckpointError; nothing is kept of what was loaded until then.
     """
-    dtype = _weight_dtype(dtype)
-    put = put or _put_whole
-    reader = CheckpointReader(directory, config)
-    done, total = 0, reader.report.num_bytes
-    params: dict[str, Any] = {}
-    try:
-        if progress:
-            progress(done, total)
-        for spec in reader.specs:
-            leaf_dtype = np.dtype(np.float32) if spec.keep_fp32 else dtype
-            read_slice = functools.partial(reader.read, spec, leaf_dtype)
-            # Transfers run behind; waiting keeps the host from holding more than this tensor.
-            insert(params, spec.path, jax.block_until_ready(put(spec, spec.param_shape, leaf_dtype, read_slice)))
-            done += reader.num_bytes(spec)
-            if progress:
-                progress(done, total)
-    except BaseException:
-        params.clear()  # whoever keeps the exception would keep this frame, and device memory with it
-        raise
-    return params, reader.report
+    return _load(directory, config, dtype, put or _put_whole, progress)
+
+
+def load_draft_params(
+    directory: str | os.PathLike,
+    config: DraftConfig,
+    *,
+    dtype: DTypeLike,
+    put: Put | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[dict[str, Any], LoadReport]:
+    """Loads a draft's parameters, as `load_text_params` does a target's.
+
+    The names that dflash and other engines give to its tensors are all understood (dflash2.md section 1.2); a tensor
+    that is missing, unknown or there under two names is an error, since a draft without one still runs, uselessly.
+
+    Args:     config: of `read_draft_config`.  dtype, put, progress: as in `load_text_params`.
+    Returns:  a nested dict following `draft_tensors`; and what was found.
+    Raises:   CheckpointError; nothing is kept of what was loaded until then.
+    """
+    return _load(directory, config, dtype, put or _put_whole, progress)
 
 
 def sharded_put(shardings: Callable[[TensorSpec], jax.sharding.Sharding]) -> Put:
-    """A `put` for `load_text_params` that reads for each device of this process its own slice and no more."""
+    """A `put` for loading that reads for each device of this process its own slice and no more."""
 
     def put(spec: TensorSpec, shape: tuple[int, ...], dtype: np.dtype, read_slice: ReadSlice) -> jax.Array:
         return jax.make_array_from_callback(shape, shardings(spec), read_slice, dtype=dtype)
@@ -209,22 +244,36 @@ def save_hf(
     Raises:   CheckpointError if params, extra_tensors or dtype do not fit the config; ConfigError; OSError.
     """
     dtype = _weight_dtype(dtype)
-    config = ModelConfig.from_hf(config_json)
-    if checkpoint_dtype(config) != dtype:
-        raise CheckpointError(f"config.json has dtype {config.dtype!r} but the tensors are to be stored as {dtype.name}")
-    tensors = [*_outgoing_text(params, config, dtype), *_outgoing_extra(extra_tensors or {})]
-    directory = Path(directory).resolve()  # through links, so that the temporary directory has the same file system
-    directory.mkdir(parents=True, exist_ok=True)
-    with _beside(directory) as partial:
-        write_json(partial / CONFIG_FILE, config_json)
-        shards = _split(tensors, max_shard_bytes)
-        for file, shard in shards.items():
-            write_safetensors(partial / file, shard)
-        if len(shards) > 1:
-            shard_of = {tensor.name: file for file, shard in shards.items() for tensor in shard}
-            total = sum(tensor.nbytes for tensor in tensors)
-            write_json(partial / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": shard_of})
-        _publish(partial, directory)
+    tensors = _outgoing(params, ModelConfig.from_hf(config_json), dtype)
+    _save(directory, config_json, [*tensors, *_outgoing_extra(extra_tensors or {})], max_shard_bytes)
+
+
+def save_draft(
+    params: Mapping[str, Any],
+    config_json: dict[str, Any],
+    directory: str | os.PathLike,
+    *,
+    dtype: DTypeLike,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Writes a draft that `load_draft_params` and dflash load, with the published names; as atomic as `save_hf`.
+
+    A mask embedding in `params` goes to mask_embedding.safetensors, which dflash does not read.
+
+    Args:     params: nested dict of arrays as `load_draft_params` returns it, of any floating dtype, sharded or not.
+              config_json, dtype, max_shard_bytes: as in `save_hf`.
+    Raises:   CheckpointError if params or dtype do not fit the config; ConfigError; OSError.
+    """
+    config = dataclasses.replace(DraftConfig.from_hf(config_json), has_mask_embedding="mask_embedding" in params)
+    tensors = _outgoing(params, config, _weight_dtype(dtype))
+    side_files = {MASK_FILE: [], _MASK_PICKLE: []}
+    if config.has_mask_embedding:
+        token = np.array(config.mask_token_id, np.int64)
+        side_files[MASK_FILE] = [
+            dataclasses.replace(tensors.pop(), name="embedding"),  # the last of the table
+            OutgoingTensor("mask_token_id", token.dtype, token.shape, lambda: token),
+        ]
+    _save(directory, config_json, tensors, max_shard_bytes, side_files)
 
 
 def _existing(directory: str | os.PathLike) -> Path:
@@ -239,6 +288,81 @@ def _weight_dtype(dtype: DTypeLike) -> np.dtype:
     if dtype not in WEIGHT_DTYPES.values():
         raise CheckpointError(f"dtype = {dtype.name}: allowed are bfloat16 and float32")
     return dtype
+
+
+def _has_mask_file(directory: Path) -> bool:
+    if (directory / MASK_FILE).exists():
+        return True
+    if (directory / _MASK_PICKLE).exists():
+        raise CheckpointError(
+            f"{directory / _MASK_PICKLE}: a pickle, which is never opened; store it as {MASK_FILE} with the tensors "
+            "'embedding' [hidden_size] and 'mask_token_id' (I64)"
+        )
+    return False
+
+
+def _mask_embedding(directory: Path, config: DraftConfig) -> list[tuple[str, StoredTensor]]:
+    """The parameter that mask_embedding.safetensors holds, if there is one, and the name it has in the table."""
+    if not _has_mask_file(directory):
+        return []
+    path = directory / MASK_FILE
+    stored = read_header(path)
+    if stored.keys() != {"embedding", "mask_token_id"}:
+        raise CheckpointError(f"{path}: has {some(stored)}; expected 'embedding' and 'mask_token_id' and no others")
+    token = stored["mask_token_id"]
+    if token.dtype != "I64" or token.shape not in ((), (1,)):
+        raise CheckpointError(f"{path}: 'mask_token_id' is {token.dtype} {list(token.shape)[:8]}; expected one I64 number")
+    value = np.empty(token.shape, np.int64)
+    token.read_into(value, token.shape, [(0, size) for size in token.shape])
+    if value.item() != config.mask_token_id:
+        raise CheckpointError(f"{path}: mask_token_id = {value.item()}, config.json has {config.mask_token_id}")
+    return [("mask_embedding", stored["embedding"])]
+
+
+def _is_rotary_buffer(name: str) -> bool:
+    """Whether a tensor of a draft is a table of the rotary embedding, which follows from the config."""
+    return "rotary_emb" in name.split(".")
+
+
+def _draft_names(directory: Path, stored: Iterable[tuple[str, StoredTensor]]) -> dict[str, StoredTensor]:
+    """A draft's tensors by their names in the table; a tensor unknown to it keeps its own."""
+    named: dict[str, StoredTensor] = {}
+    for name, tensor in stored:
+        for pattern, replacement in _DRAFT_ALIASES:
+            if match := pattern.fullmatch(name):
+                name = match.expand(replacement)
+        if name in named:
+            raise CheckpointError(f"{directory}: {some([named[name].name, tensor.name])} are two names for one tensor")
+        named[name] = tensor
+    return named
+
+
+def _load(
+    directory: str | os.PathLike,
+    config: ModelConfig | DraftConfig,
+    dtype: DTypeLike,
+    put: Put,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[dict[str, Any], LoadReport]:
+    dtype = _weight_dtype(dtype)
+    reader = CheckpointReader(directory, config)
+    done, total = 0, reader.report.num_bytes
+    params: dict[str, Any] = {}
+    try:
+        if progress:
+            progress(done, total)
+        for spec in reader.specs:
+            leaf_dtype = np.dtype(np.float32) if spec.keep_fp32 else dtype
+            read_slice = functools.partial(reader.read, spec, leaf_dtype)
+            # Transfers run behind; waiting keeps the host from holding more than this tensor.
+            insert(params, spec.path, jax.block_until_ready(put(spec, spec.param_shape, leaf_dtype, read_slice)))
+            done += reader.num_bytes(spec)
+            if progress:
+                progress(done, total)
+    except BaseException:
+        params.clear()  # whoever keeps the exception would keep this frame, and device memory with it
+        raise
+    return params, reader.report
 
 
 def _match(directory: Path, specs: tuple[TensorSpec, ...], stored: Mapping[str, StoredTensor]) -> dict[str, _Source]:
@@ -272,15 +396,15 @@ def _match(directory: Path, specs: tuple[TensorSpec, ...], stored: Mapping[str, 
         used.update(names)
         found = {name: stored[name] for name in names if name in stored}
         missing += [name for name in names if name not in found]
-        for name, part in found.items():
+        for part in found.values():
             if part.shape != shape:
-                misshapen.append(f"{some([name])} is {list(part.shape)[:8]}, expected {list(shape)}")
+                misshapen.append(f"{some([part.name])} is {list(part.shape)[:8]}, expected {list(shape)}")
             if part.dtype not in WEIGHT_DTYPES:
-                mistyped.append(f"{some([name])} is {part.dtype}")
+                mistyped.append(f"{some([part.name])} is {part.dtype}")
         sources[spec.name] = _Source(grid, tuple(found.values()))
     faults = []
     if unknown := stored.keys() - used:
-        faults.append(f"{len(unknown)} unknown: {some(unknown)}")
+        faults.append(f"{len(unknown)} unknown: {some(stored[name].name for name in unknown)}")
     if missing:
         faults.append(f"{len(missing)} missing: {some(missing)}")
     if misshapen:
@@ -288,7 +412,7 @@ def _match(directory: Path, specs: tuple[TensorSpec, ...], stored: Mapping[str, 
     if mistyped:
         faults.append(f"{len(mistyped)} with a dtype other than {' and '.join(WEIGHT_DTYPES)}: {', '.join(mistyped[:3])}")
     if faults:
-        raise CheckpointError(f"{directory}: text tensors do not fit config.json: {'; '.join(faults)}")
+        raise CheckpointError(f"{directory}: tensors do not fit config.json: {'; '.join(faults)}")
     return sources
 
 
@@ -304,9 +428,12 @@ def _leaves(tree: Mapping, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
             yield (*path, key), value
 
 
-def _outgoing_text(params: Mapping[str, Any], config: ModelConfig, dtype: np.dtype) -> list[OutgoingTensor]:
+def _outgoing(params: Mapping[str, Any], config: ModelConfig | DraftConfig, dtype: np.dtype) -> list[OutgoingTensor]:
+    """The parameters in the order of the table, all checked against the config, none of them on the host yet."""
+    if checkpoint_dtype(config) != dtype:
+        raise CheckpointError(f"config.json has dtype {config.dtype!r} but the tensors are to be stored as {dtype.name}")
     leaves = dict(_leaves(params))
-    specs = text_tensors(config)
+    specs = tensor_specs(config)
     expected = {spec.path for spec in specs}
     for fault, paths in (("missing", expected - leaves.keys()), ("unknown", leaves.keys() - expected)):
         if paths:
@@ -363,6 +490,32 @@ def _split(tensors: list[OutgoingTensor], max_shard_bytes: int) -> dict[str, lis
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, start=1)}
 
 
+def _save(
+    directory: str | os.PathLike,
+    config_json: dict[str, Any],
+    tensors: list[OutgoingTensor],
+    max_shard_bytes: int,
+    side_files: Mapping[str, list[OutgoingTensor]] = MappingProxyType({}),
+) -> None:
+    """Writes the files of a checkpoint beside its directory and moves them into place.
+
+    side_files: others that belong to the checkpoint, by name; one without tensors is only removed.
+    """
+    directory = Path(directory).resolve()  # through links, so that the temporary directory has the same file system
+    directory.mkdir(parents=True, exist_ok=True)
+    with _beside(directory) as partial:
+        write_json(partial / CONFIG_FILE, config_json)
+        shards = _split(tensors, max_shard_bytes)
+        for file, shard in [*shards.items(), *side_files.items()]:
+            if shard:
+                write_safetensors(partial / file, shard)
+        if len(shards) > 1:
+            shard_of = {tensor.name: file for file, shard in shards.items() for tensor in shard}
+            total = sum(tensor.nbytes for tensor in tensors)
+            write_json(partial / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": shard_of})
+        _publish(partial, directory, side_files)
+
+
 @contextlib.contextmanager
 def _beside(directory: Path) -> Iterator[Path]:
     """A temporary directory on the same file system, so that its files can be moved into place."""
@@ -373,11 +526,12 @@ def _beside(directory: Path) -> Iterator[Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _publish(partial: Path, directory: Path) -> None:
+def _publish(partial: Path, directory: Path, side_files: Iterable[str]) -> None:
     """Moves a finished checkpoint into place; without config.json, which goes first and comes last, nothing loads."""
     (directory / CONFIG_FILE).unlink(missing_ok=True)
     _sync_directory(directory)
-    for old in (directory / SINGLE_FILE, directory / INDEX_FILE, *directory.glob("model-*-of-*.safetensors")):
+    old_files = [directory / name for name in (SINGLE_FILE, INDEX_FILE, *side_files)]
+    for old in (*old_files, *directory.glob("model-*-of-*.safetensors")):
         old.unlink(missing_ok=True)
     for new in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_FILE):
         if new.name == CONFIG_FILE:

@@ -42,7 +42,8 @@ DTYPE_NAMES = {
         (np.bool_, "BOOL"),
     )
 }
-WEIGHT_DTYPES = {"BF16": np.dtype(jnp.bfloat16), "F32": np.dtype(np.float32)}
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+WEIGHT_DTYPES = {name: _DTYPES[name] for name in ("BF16", "F32")}
 
 
 class CheckpointError(ValueError):
@@ -61,6 +62,7 @@ class StoredTensor:
     """Where one tensor lies: `nbytes` bytes from byte `offset` of the file at `path`, row major."""
 
     path: Path
+    name: str  # in that file
     dtype: str  # as safetensors spells it
     shape: tuple[int, ...]
     offset: int
@@ -68,14 +70,14 @@ class StoredTensor:
     stamp: tuple[int, int]  # size and modification time of the file when its header was checked
 
     def read_into(self, out: np.ndarray, shape: tuple[int, ...], bounds: Sequence[tuple[int, int]]) -> None:
-        """Reads a box of a BF16 or F32 tensor and touches no other bytes of the file.
+        """Reads a box of a tensor and touches no other bytes of the file.
 
-        Args:     out: contiguous array of the box's shape, bf16 or fp32; rounded to where it is not the file's dtype.
+        Args:     out: contiguous array of the box's shape; values are rounded where it is not of the file's dtype.
                   shape: the tensor as the caller sees it, as many elements in the same order as in the file.
                   bounds: (start, stop) of the box for each axis of `shape`.
         Raises:   CheckpointError if the file is no longer the one that was checked, or ends early.
         """
-        dtype = WEIGHT_DTYPES[self.dtype]
+        dtype = _DTYPES[self.dtype]
         target = out if out.dtype == dtype else np.empty(out.shape, dtype)
         # Bytes lie together over the axes that are taken whole and one more before them: one read for each such run.
         cut = [axis for axis, (start, stop) in enumerate(bounds) if stop - start != shape[axis]]
@@ -132,13 +134,13 @@ def open_directory(directory: Path) -> dict[str, StoredTensor]:
     if not index.exists():
         if not os.path.isfile(single):
             raise CheckpointError(f"{directory}: no {SINGLE_FILE} and no {INDEX_FILE}")
-        return _read_header(single)
+        return read_header(single)
     if single.exists():
         raise CheckpointError(f"{directory}: {SINGLE_FILE} and {INDEX_FILE} both exist; only one can be the checkpoint")
     shard_of = _read_index(index)
     tensors: dict[str, StoredTensor] = {}
     for shard in sorted(set(shard_of.values())):
-        for name, tensor in _read_header(directory / shard).items():
+        for name, tensor in read_header(directory / shard).items():
             if name in tensors:
                 raise CheckpointError(f"{directory}: {some([name])} is in both {tensors[name].path.name} and {shard}")
             tensors[name] = tensor
@@ -147,6 +149,38 @@ def open_directory(directory: Path) -> dict[str, StoredTensor]:
             raise CheckpointError(f"{index}: {some([name])} is said to be in {shard}, which does not hold it")
     if unlisted := tensors.keys() - shard_of.keys():
         raise CheckpointError(f"{index}: does not list {some(unlisted)}, which the shards hold")
+    return tensors
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Where each tensor of a safetensors file lies, by name; the header has been checked. Raises CheckpointError."""
+    if not os.path.isfile(path):
+        raise CheckpointError(f"{path}: no such file")
+    try:
+        with open(path, "rb") as file:
+            stamp = _stamp(file.fileno())
+            length = int.from_bytes(file.read(8), "little")
+            if length > _MAX_JSON_BYTES:
+                raise CheckpointError(f"{path}: header of {length} bytes; at most {_MAX_JSON_BYTES} are read")
+            text = file.read(length)
+        if len(text) < length:
+            raise CheckpointError(f"{path}: the file ends inside its header")
+        header = _parse_json(text, path)
+        # The library keeps the last of two equal keys, so the header is read here, and only judged there: tensors lie
+        # one after another, fill the file exactly, and have as many bytes as their shape and dtype need.
+        with safe_open(path, framework="numpy"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path}: not a whole safetensors file ({error})") from None
+    tensors = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if not isinstance(entry, dict):  # the library also takes the fields as a list
+            raise CheckpointError(f"{path}: the header entry of {some([name])} is not an object")
+        start, end = entry["data_offsets"]
+        offset = 8 + length + start
+        tensors[name] = StoredTensor(path, name, entry["dtype"], tuple(entry["shape"]), offset, end - start, stamp)
     return tensors
 
 
@@ -230,33 +264,3 @@ def _read_index(path: Path) -> dict[str, str]:
                 "'model-00001-of-00002.safetensors'"
             )
     return shard_of
-
-
-def _read_header(path: Path) -> dict[str, StoredTensor]:
-    if not os.path.isfile(path):
-        raise CheckpointError(f"{path}: no such file")
-    try:
-        with open(path, "rb") as file:
-            stamp = _stamp(file.fileno())
-            length = int.from_bytes(file.read(8), "little")
-            if length > _MAX_JSON_BYTES:
-                raise CheckpointError(f"{path}: header of {length} bytes; at most {_MAX_JSON_BYTES} are read")
-            text = file.read(length)
-        if len(text) < length:
-            raise CheckpointError(f"{path}: the file ends inside its header")
-        header = _parse_json(text, path)
-        # The library keeps the last of two equal keys, so the header is read here, and only judged there: tensors lie
-        # one after another, fill the file exactly, and have as many bytes as their shape and dtype need.
-        with safe_open(path, framework="numpy"):
-            pass
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: not a whole safetensors file ({error})") from None
-    tensors = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        if not isinstance(entry, dict):  # the library also takes the fields as a list
-            raise CheckpointError(f"{path}: the header entry of {some([name])} is not an object")
-        start, end = entry["data_offsets"]
-        tensors[name] = StoredTensor(path, entry["dtype"], tuple(entry["shape"]), 8 + length + start, end - start, stamp)
-    return tensors

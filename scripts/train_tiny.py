@@ -3,10 +3,11 @@
     python scripts/train_tiny.py --train gsm8k/train.jsonl --dev gsm8k/dev.jsonl --output checkpoints/muse_tiny
     python scripts/train_tiny.py --stage towers --output checkpoints/muse_tiny
     python scripts/train_tiny.py --stage measure --dev gsm8k/dev.jsonl --output checkpoints/muse_tiny
+    python scripts/train_tiny.py --stage draft --train gsm8k/train.jsonl --dev gsm8k/dev.jsonl --output checkpoints/muse_tiny
 
 The first command (JAX, extra `train`, a GPU) trains tokenizer and text decoder. The second (extra `parity`) adds random
 vision and audio towers of toy size, without which transformers would miss tensors. The third measures the result again,
-through the API that users call, on any machine.
+through the API that users call, on any machine. The last (see `train_tiny_draft.py`; a GPU) trains a draft for it.
 """
 
 from __future__ import annotations
@@ -344,7 +345,7 @@ def nll(model: MuseSpark, tokens: jax.Array, weights: jax.Array, inputs: jax.Arr
     Args:     tokens: [B, T + 1] int32.  weights: [B, T].  inputs: what the model sees, if not tokens[:, :-1].
     """
     inputs = tokens[:, :-1] if inputs is None else inputs
-    stream, _ = model(inputs, FullContext.create(inputs.shape[1]))
+    stream, _, _ = model(inputs, FullContext.create(inputs.shape[1]))
     log_probs = jax.nn.log_softmax(model.logits(stream), axis=-1)
     chosen = jnp.take_along_axis(log_probs, tokens[:, 1:, None], axis=-1)[..., 0]
     return -jnp.sum(chosen * weights)
@@ -466,7 +467,7 @@ class Trainer:
 
         def append(carry):
             tokens, lengths, active = carry
-            stream, _ = model(tokens, FullContext.create(tokens.shape[1]))
+            stream, _, _ = model(tokens, FullContext.create(tokens.shape[1]))
             logits = model.logits(stream[rows, lengths - 1][:, None])[:, 0, : self.num_tokens]
             token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
             slot = jnp.where(active, lengths, tokens.shape[1])  # finished rows write out of bounds, which is dropped
@@ -778,19 +779,28 @@ def measure(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 # ---------------------------------------------------------------------------------------------------------- command line
 
+
+def draft(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Stage `draft`, which has a file and arguments of its own."""
+    from scripts.train_tiny_draft import train_draft
+
+    return train_draft(args, console)
+
+
 STAGES = {  # function, and the extra that it needs
     "model": (train, "train"),
     "towers": (add_towers, "parity"),
     "measure": (measure, "test"),
+    "draft": (draft, "train"),
 }
 
 
 def command_line(args: argparse.Namespace) -> str:
     """The command that repeats this run, every setting spelt out, without the directories of this machine."""
-    flags = os.environ.get("XLA_FLAGS")  # they change the times
-    words = [*([f'XLA_FLAGS="{flags}"'] if flags else []), "python scripts/train_tiny.py"]
+    flags = [(name, os.environ.get(name)) for name in ("NVIDIA_TF32_OVERRIDE", "XLA_FLAGS")]  # they change the times
+    words = [*(f'{name}="{value}"' for name, value in flags if value), "python scripts/train_tiny.py"]
     for name, value in vars(args).items():
-        if name in ("stage", "json") or value in (None, [], math.inf):
+        if name == "json" or (name, value) == ("stage", "model") or value in (None, [], math.inf):
             continue
         if isinstance(value, Path):
             value = value.name
@@ -885,7 +895,12 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__.split("\n", 1)[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--stage", choices=tuple(STAGES), default="model", help="train, add towers to what was trained, or measure it")
+    add(
+        "--stage",
+        choices=tuple(STAGES),
+        default="model",
+        help="train, add towers to what was trained, measure it, or train a draft for it (--stage draft --help)",
+    )
     add("--train", type=Path, help="GSM8K train.jsonl")
     add("--dev", type=Path, help="GSM8K problems to measure the result on")
     add("--output", type=Path, required=True, help="directory of the checkpoint; training replaces what is there")
@@ -933,7 +948,15 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_arguments(sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
+    stage = argparse.ArgumentParser(add_help=False)
+    stage.add_argument("--stage")
+    if stage.parse_known_args(argv)[0].stage == "draft":
+        from scripts.train_tiny_draft import parse_arguments as parse_draft_arguments
+
+        args = parse_draft_arguments(argv)
+    else:
+        args = parse_arguments(argv)
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     run, extra = STAGES[args.stage]
     try:
@@ -951,4 +974,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from scripts import train_tiny  # by its name, under which other files import it, so that its classes exist once
+
+    sys.exit(train_tiny.main())

@@ -7,6 +7,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 
 import dataclasses
 import importlib.util
+import shutil
 from pathlib import Path
 
 import jax
@@ -15,8 +16,9 @@ import pytest
 import tokenizers
 
 import muse_jax
-from checkpoints.hf import save_hf
+from checkpoints.hf import save_draft, save_hf
 from muse_jax.config import TINY, AttentionKind, MLPKind, ModelConfig
+from muse_jax.draft_config import DraftConfig
 from muse_jax.layout import parameter_tree
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -118,3 +120,65 @@ def checkpoint(small_config, small_params, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def muse(checkpoint) -> muse_jax.Muse:
     return muse_jax.load(checkpoint, prefill_chunk=64)
+
+
+# ---- A small draft for it ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def small_draft_json() -> dict:
+    """A sliding layer, whose window is smaller than the block, and a full one; both see the whole block in both directions."""
+    return {
+        "model_type": "qwen3",
+        "architectures": ["DFlash2DraftModel"],
+        "dtype": "float32",
+        "vocab_size": 264,
+        "hidden_size": TINY.hidden_size,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 48,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 10,
+        "is_causal": False,
+        "dflash_config": {
+            "target_layer_ids": [1, 0],
+            "mask_token_id": 262,
+            "block_size": 16,
+            "conv_kernel_size": 2,
+            "conv_group_size": 16,
+            "selector_rank": 8,
+            "selector_top_k": 16,
+            "output_multiplier": TINY.output_multiplier,
+            "final_logit_softcapping": 20.0,
+        },
+    }
+
+
+@pytest.fixture(scope="session")
+def small_draft_config(small_draft_json) -> DraftConfig:
+    return DraftConfig.from_hf(small_draft_json)
+
+
+@pytest.fixture(scope="session")
+def small_draft_params(small_draft_config) -> dict:
+    """Random everywhere. It knows nothing of the target, which rarely accepts what it proposes."""
+    rng = np.random.default_rng(zlib.crc32(b"small_draft_params"))
+
+    def draw(spec) -> np.ndarray:
+        array = rng.standard_normal(spec.param_shape, np.float32)
+        array *= 0.3 if array.ndim == 1 else 1 / np.sqrt(array.shape[-1])
+        return 1 + array if array.ndim == 1 else array
+
+    return parameter_tree(small_draft_config, draw)
+
+
+@pytest.fixture(scope="session")
+def draft_checkpoint(checkpoint, small_draft_json, small_draft_params, tmp_path_factory) -> Path:
+    """The directory of the small model with the draft in it."""
+    directory = tmp_path_factory.mktemp("drafted") / "checkpoint"
+    shutil.copytree(checkpoint, directory)
+    save_draft(small_draft_params, small_draft_json, directory / "draft", dtype=np.float32)
+    return directory
