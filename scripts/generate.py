@@ -3,9 +3,11 @@
     python scripts/generate.py                                           answers a sample question with the bundled model
     python scripts/generate.py --chat --prompt "Ann has 3 pens ..."      answers a question of yours
     cat story.txt | python scripts/generate.py --temperature 0.8         continues a text
+    python scripts/generate.py --no-draft                                one token a step, the same text
 
-The text goes to stdout as it comes, a line of figures to stderr. A prompt is continued as it stands, or answered with
---chat; without one, a sample question is asked, in chat form if the checkpoint has a chat template. Compiled programs are
+The text goes to stdout as it comes, figures to stderr. A prompt is continued as it stands, or answered with --chat;
+without one, a sample question is asked, in chat form if the checkpoint has a chat template. Where the checkpoint has a draft,
+each step verifies a tree of the tokens it proposes; the figures then say how many tokens a step brought. Compiled programs are
 kept in $XDG_CACHE_HOME/muse_jax (~/.cache/muse_jax), so that later runs start faster; JAX_COMPILATION_CACHE_DIR names
 another directory, JAX_ENABLE_COMPILATION_CACHE=0 turns this off.
 
@@ -16,6 +18,7 @@ stdout has gone.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import json
@@ -41,6 +44,9 @@ SAMPLE_QUESTION = (
     "How many rolls are left?"
 )
 MAX_PROMPT_BYTES = 16 << 20  # a million tokens of English are about 5 MB
+CHAINS = {"greedy": "chain", "sampled": "sampled_chain"}  # as `load` names them
+DEFAULT_TREE_SIZE = 16
+LOW_ACCEPTANCE, ENOUGH_STEPS = 1.2, 64  # fewer tokens per step than the first, over at least so many steps, is worth a warning
 FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141  # exit codes; the last two are 128 + the number of the signal
 
 
@@ -52,6 +58,7 @@ class Answer:
     prompt_tokens: int = 0
     muse: Muse | None = None
     generation: Generation | None = None
+    seconds_draft: float | None = None  # of one step
     interrupted: bool = False
     began: float = dataclasses.field(default_factory=time.perf_counter)
 
@@ -89,21 +96,34 @@ class Answer:
     def figures(self) -> dict[str, Any]:
         """The object that --json prints."""
         muse, generation = self.muse, self.generation
-        tokens = [] if generation is None else generation.tokens
+        tokens, steps = ([], 0) if generation is None else (generation.tokens, len(generation.accepted))
+        drafted = muse is not None and muse.draft_config is not None
+        seconds_step = generation.seconds_decode / steps if steps else None
         return {
             "text": self.text,
             "tokens": tokens,
-            "finish_reason": "interrupted" if self.interrupted else generation.finish_reason,
+            "finish_reason": (generation and generation.finish_reason) or "interrupted",
             "prompt_tokens": self.prompt_tokens,
             "new_tokens": len(tokens),
             "seconds_prefill": None if generation is None else generation.seconds_prefill,
             "seconds_decode": None if generation is None else generation.seconds_decode,
             "seconds_total": time.perf_counter() - self.began,  # imports, loading and compilation included
             "tokens_per_second": None if generation is None else generation.tokens_per_second,
-            "acceptance_length": None,  # there is no draft yet
+            "steps": steps,
+            "acceptance_length": None if generation is None else generation.acceptance_length,
+            "accepted_histogram": histogram(generation.accepted) if drafted and steps else None,
+            "seconds_draft": self.seconds_draft,
+            "seconds_verify": None if self.seconds_draft is None else max(0.0, seconds_step - self.seconds_draft),
+            "speculation": None if muse is None else str(muse.model.speculation),
+            "tree_size": muse.model.num_rows if drafted else None,
             "backend": None if muse is None else muse.backend,
             "devices": None if muse is None else 1 if muse.mesh is None else muse.mesh.size,
         }
+
+
+def histogram(accepted: Sequence[int]) -> dict[str, int]:
+    """How many steps accepted 1, 2, ... tokens, before clipping at the end of the text, without those that never came."""
+    return {str(count): steps for count, steps in sorted(collections.Counter(accepted).items())}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -179,6 +199,9 @@ def write_answer(args: argparse.Namespace, answer: Answer) -> None:
             numerics=args.numerics,
             dtype=args.dtype,
             max_length=args.max_length,
+            draft=args.draft,
+            speculation=args.speculation,
+            tree_size=args.tree_size or DEFAULT_TREE_SIZE,
             progress=progress,
         )
     clock.lap("load")
@@ -197,6 +220,9 @@ def write_answer(args: argparse.Namespace, answer: Answer) -> None:
         answer.check()
     if args.verbose:
         note(f"start-up: {clock}")
+    if generation.accepted and (args.json or args.verbose):  # compiles the draft on its own
+        answer.seconds_draft = generation.draft_seconds()
+        answer.check()
 
 
 class Clock:
@@ -232,8 +258,31 @@ def print_figures(args: argparse.Namespace, answer: Answer) -> None:
         parts.append(f"then {figures['tokens_per_second']:.1f} tokens/s")
     parts.append(f"{figures['seconds_total']:.1f} s in all")
     report(f"[{', '.join(parts)}; {figures['finish_reason']}]")
+    if figures["accepted_histogram"]:
+        report(f"[{describe_steps(figures)}]")
+        length, steps = figures["acceptance_length"], figures["steps"]
+        if length < LOW_ACCEPTANCE and steps >= ENOUGH_STEPS:
+            note(
+                f"only {length:.2f} tokens per step over {steps} steps; likely causes: a draft trained for another target or "
+                "block size, wrong target_layer_ids or mask_token_id in its config.json, text unlike its training, a high "
+                "temperature"
+            )
     if args.json:
         print(json.dumps(figures), flush=True)
+
+
+def describe_steps(figures: dict[str, Any]) -> str:
+    """For example "tree of 16: 3.1 tokens per step over 24 steps, accepted 1▃ 2█ 4▅, draft 1.2 ms + verify 2.9 ms"."""
+    bars = "▁▂▃▄▅▆▇█"
+    counts = figures["accepted_histogram"]
+    scale = (len(bars) - 1) / max(counts.values())
+    accepted = " ".join(f"{count}{bars[round(steps * scale)]}" for count, steps in counts.items())
+    kind = figures["speculation"].replace("_", " ")
+    length, steps = figures["acceptance_length"], figures["steps"]
+    line = f"{kind} of {figures['tree_size']}: {length:.2f} tokens per step over {steps} steps, accepted {accepted}"
+    if figures["seconds_draft"] is not None:
+        line += f", draft {1e3 * figures['seconds_draft']:.2f} ms + verify {1e3 * figures['seconds_verify']:.2f} ms"
+    return line
 
 
 def note(message: str) -> None:
@@ -249,10 +298,12 @@ def describe(muse: Muse) -> str:
     import jax
 
     devices = jax.devices()[:1] if muse.mesh is None else muse.mesh.devices.ravel().tolist()
-    module = muse.model.module
+    module, model = muse.model.module, muse.model
+    draft = "no draft" if muse.draft_config is None else f"draft: {model.speculation} of {model.num_rows}"
     return (
         f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}, backend {muse.backend}, "
-        f"numerics {module.numerics.name}, {module.dtype}, compilation cache {jax.config.jax_compilation_cache_dir or 'off'}"
+        f"numerics {module.numerics.name}, {module.dtype}, {draft}, "
+        f"compilation cache {jax.config.jax_compilation_cache_dir or 'off'}"
     )
 
 
@@ -377,6 +428,12 @@ def loading_bar(check: Callable[[], None]) -> Iterator[Callable[[int, int], None
 # ---------------------------------------------------------------------------------------------------------- command line
 
 
+CHAIN_HELP = (
+    "verify one path instead of a tree, at most the draft's block; sampled: drawn from the draft and verified by rejection "
+    "sampling, so that the same seed gives another text (default: greedy)"
+)
+
+
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {message}\n")
@@ -385,6 +442,12 @@ class Parser(argparse.ArgumentParser):
 def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected an integer above 0")
+    return int(text)
+
+
+def tree_size(text: str) -> int:
+    if not text.isdecimal() or not 2 <= int(text) <= 32:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer from 2 to 32")
     return int(text)
 
 
@@ -405,6 +468,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--top-p", type=float, default=1.0, metavar="P", help="draw from the likeliest tokens of total probability P")
     add("--min-p", type=float, default=0.0, metavar="P", help="draw from tokens of at least P times the highest probability")
     add("--seed", type=int, default=0, help="same seed, same text (default: 0)")
+    draft = parser.add_mutually_exclusive_group()
+    draft.add_argument("--draft", type=Path, metavar="DIR", help="DFlash2 draft (default: `draft` in the checkpoint, if there)")
+    draft.add_argument("--no-draft", action="store_true", help="one token a step, without the checkpoint's draft")
+    add("--tree-size", type=tree_size, metavar="N", help="nodes a step verifies, 2 to 32 (default: 16)")
+    add("--chain", nargs="?", choices=CHAINS, const="greedy", help=CHAIN_HELP)
     add("--numerics", choices=("serving", "hf"), default="serving", help="where values are rounded; hf: as transformers does")
     add("--dtype", choices=("bfloat16", "float32"), help="of the weights (default: the checkpoint's, on a CPU float32)")
     add("--backend", default="auto", help="implementation of a step (default: auto)")
@@ -417,7 +485,21 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         for option, value in (("--system", args.system), ("--reasoning-effort", args.reasoning_effort)):
             if value is not None:
                 parser.error(f"{option} needs --chat")
+    if args.no_draft:
+        for option, value in (("--tree-size", args.tree_size), ("--chain", args.chain)):
+            if value is not None:
+                parser.error(f"{option} needs a draft: not allowed with --no-draft")
+    args.speculation = speculation(args)
     return args
+
+
+def speculation(args: argparse.Namespace) -> str | None:
+    """What to ask `load` for. None leaves it to whether the checkpoint has a draft; anything but "off" asks for one."""
+    if args.no_draft:
+        return "off"
+    if args.chain is not None:
+        return CHAINS[args.chain]
+    return None if args.draft is None and args.tree_size is None else "tree"
 
 
 if __name__ == "__main__":

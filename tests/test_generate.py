@@ -17,16 +17,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from checkpoints.hf import save_hf
+from checkpoints.hf import save_draft, save_hf
 from muse_jax.config import ModelConfig
-from muse_jax.layout import text_tensors
+from muse_jax.draft_config import DraftConfig
+from muse_jax.layout import parameter_tree, text_tensors
 from muse_jax.tokenizer import Tokenizer
 from scripts import generate, train_tiny
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = {
     *("text", "tokens", "finish_reason", "prompt_tokens", "new_tokens", "seconds_prefill", "seconds_decode"),
-    *("seconds_total", "tokens_per_second", "acceptance_length", "backend", "devices"),
+    *("seconds_total", "tokens_per_second", "steps", "acceptance_length", "accepted_histogram", "seconds_draft"),
+    *("seconds_verify", "speculation", "tree_size", "backend", "devices"),
 }
 PROMPT = "Ann has 3 pens.\nShe buys"
 SAMPLED = ("--temperature", "0.9", "--seed", "7", "--max-new-tokens", "12")
@@ -46,6 +48,38 @@ SIZES = {
     "max_position_embeddings": 65536,
     "dtype": "float32",
 }
+DRAFT = {
+    "model_type": "qwen3",
+    "architectures": ["DFlash2DraftModel"],
+    "vocab_size": SIZES["vocab_size"],
+    "hidden_size": SIZES["hidden_size"],
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "dtype": "float32",
+    "dflash_config": {
+        "target_layer_ids": [0],
+        "mask_token_id": 1,
+        "block_size": 4,
+        "conv_kernel_size": 2,
+        "conv_group_size": 8,
+        "selector_rank": 4,
+        "selector_top_k": 8,
+    },
+}
+
+
+def write_draft(directory: Path, config_json: dict) -> Path:
+    """A draft of random weights."""
+    rng = np.random.default_rng(1)
+    params = parameter_tree(
+        DraftConfig.from_hf(config_json), lambda spec: rng.normal(size=spec.param_shape).astype(np.float32) * 0.3
+    )
+    save_draft(params, config_json, directory, dtype=jnp.float32)
+    return directory
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +172,31 @@ def test_json_is_the_last_line_and_tells_what_was_written(sampled, model_dir):
     assert answer["finish_reason"] == "length"
     assert answer["prompt_tokens"] == len(tokenizer.encode(PROMPT))
     assert answer["tokens_per_second"] == pytest.approx(11 / answer["seconds_decode"])
-    assert (answer["acceptance_length"], answer["backend"], answer["devices"]) == (None, "xla", 1)
+    assert (answer["steps"], answer["backend"], answer["devices"]) == (11, "xla", 1)
+    assert answer["speculation"] == "off"
+    drafted = ("acceptance_length", "accepted_histogram", "seconds_draft", "seconds_verify", "tree_size")
+    assert [answer[name] for name in drafted] == [None] * 5
+
+
+def test_draft_changes_the_figures_and_not_the_text(sampled, start, model_dir, tmp_path):
+    """A draft in the checkpoint's directory is used without being asked for."""
+    drafted = shutil.copytree(model_dir, tmp_path / "drafted")
+    write_draft(drafted / "draft", DRAFT)
+    out, errors, code = finish(start("--checkpoint", str(drafted), "--prompt", PROMPT, *SAMPLED, "--json"))
+    assert code == 0, errors
+    answer = split_json(out)[1]
+    assert answer.keys() == KEYS
+    assert (answer["tokens"], answer["text"]) == (sampled[1]["tokens"], sampled[1]["text"])
+    assert (answer["speculation"], answer["tree_size"]) == ("tree", 16)
+    histogram = {int(count): steps for count, steps in answer["accepted_histogram"].items()}
+    assert sum(histogram.values()) == answer["steps"] <= 11
+    assert max(histogram) <= DRAFT["dflash_config"]["block_size"]
+    assert sum(count * steps for count, steps in histogram.items()) >= 11  # more where the limit cut the last step short
+    assert answer["acceptance_length"] == pytest.approx(11 / answer["steps"])
+    assert answer["seconds_draft"] > 0
+    rest = answer["seconds_decode"] / answer["steps"] - answer["seconds_draft"]
+    assert answer["seconds_verify"] == pytest.approx(max(0.0, rest))
+    assert errors.count("\n") == 2 and f"tree of 16: {answer['acceptance_length']:.2f} tokens per step" in errors
 
 
 def test_same_seed_same_text_from_stdin_and_compiles_nothing_again(sampled, start):
@@ -295,6 +353,12 @@ def test_chat_renders_the_template_with_what_was_given(model_dir):
         (["--prompt", "a", "--prompt-file", "b"], "not allowed with argument --prompt"),
         (["--system", "Be brief.", "--prompt", "a"], "--system needs --chat"),
         (["--promt", "a"], "unrecognized arguments: --promt"),
+        (["--tree-size", "33"], "--tree-size: '33': expected an integer from 2 to 32"),
+        (["--tree-size", "1"], "--tree-size: '1': expected an integer from 2 to 32"),
+        (["--chain", "random"], "--chain: invalid choice: 'random'"),
+        (["--no-draft", "--draft", "d"], "--draft: not allowed with argument --no-draft"),
+        (["--no-draft", "--chain"], "--chain needs a draft: not allowed with --no-draft"),
+        (["--tree-size", "8", "--no-draft"], "--tree-size needs a draft: not allowed with --no-draft"),
     ],
 )
 def test_arguments_that_do_not_parse(arguments, message, capsys):
@@ -302,6 +366,22 @@ def test_arguments_that_do_not_parse(arguments, message, capsys):
         generate.main(arguments)
     assert error.value.code == 2
     assert message in one_line(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "speculation"),
+    [
+        ([], None),  # the library's choice: a tree where there is a draft
+        (["--no-draft"], "off"),
+        (["--draft", "d"], "tree"),
+        (["--tree-size", "8"], "tree"),
+        (["--chain"], "chain"),
+        (["--chain", "greedy", "--tree-size", "8"], "chain"),
+        (["--draft", "d", "--chain", "sampled"], "sampled_chain"),
+    ],
+)
+def test_speculation_that_is_asked_for(arguments, speculation):
+    assert generate.parse_arguments(arguments).speculation == speculation
 
 
 @pytest.mark.parametrize(
@@ -315,6 +395,9 @@ def test_arguments_that_do_not_parse(arguments, message, capsys):
         (["--prompt", "abc", "--max-length", "20"], "max_new_tokens of 256 = 259: max_length is 20"),
         (["--prompt", "a\udce4"], "lone surrogate"),
         (["--prompt-file", "missing.txt"], "missing.txt: No such file or directory"),
+        (["--tree-size", "8"], "speculation = 'tree' needs a draft"),
+        (["--chain", "sampled"], "speculation = 'sampled_chain' needs a draft"),
+        (["--draft", "missing"], "missing"),
     ],
 )
 def test_settings_out_of_range(model_dir, monkeypatch, capsys, arguments, message):
@@ -344,6 +427,62 @@ def test_checkpoints_that_cannot_be_used(model_dir, monkeypatch, capsys, tmp_pat
     assert "no chat template" in message(plain)
     (plain / "tokenizer.json").unlink()
     assert "no tokenizer.json" in message(plain)
+
+
+def test_draft_that_does_not_fit_is_refused(model_dir, monkeypatch, capsys, tmp_path):
+    draft = write_draft(tmp_path / "draft", DRAFT | {"vocab_size": 301})
+    assert run(monkeypatch, "--checkpoint", str(model_dir), "--draft", str(draft), "--prompt", "a") == 2
+    assert "the draft does not fit its target: vocab_size = 301, the target has 300" in one_line(capsys.readouterr())
+
+
+def finished(accepted: list[int]) -> generate.Answer:
+    """An answer whose steps accepted so many tokens each, by a tree."""
+    generation = types.SimpleNamespace(
+        tokens=[0] * (1 + sum(accepted)),
+        accepted=accepted,
+        acceptance_length=sum(accepted) / len(accepted),
+        finish_reason="stop",
+        seconds_prefill=1.0,
+        seconds_decode=0.005 * len(accepted),
+        tokens_per_second=1.0,
+    )
+    muse = types.SimpleNamespace(
+        draft_config=object(),
+        model=types.SimpleNamespace(speculation="sampled_chain", num_rows=16),
+        backend="xla",
+        mesh=None,
+    )
+    return generate.Answer(muse=muse, generation=generation, seconds_draft=0.002)
+
+
+def test_histogram_and_times_of_a_step(capsys):
+    args = generate.parse_arguments(["--json"])
+    answer = finished([1, 3, 3, 12, 3, 1])
+    generate.print_figures(args, answer)
+    out, errors = capsys.readouterr()
+    figures = json.loads(out)
+    assert figures["accepted_histogram"] == {"1": 2, "3": 3, "12": 1}
+    assert list(figures["accepted_histogram"]) == ["1", "3", "12"]
+    assert figures["seconds_draft"] + figures["seconds_verify"] == pytest.approx(0.005)
+    expected = "[sampled chain of 16: 3.83 tokens per step over 6 steps, accepted 1▆ 3█ 12▃, draft 2.00 ms + verify 3.00 ms]"
+    assert errors.splitlines()[1:] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("accepted", "warns"),
+    [
+        ([1] * 64, True),
+        ([1] * 63, False),  # too few steps to tell
+        ([1] * 80 + [2] * 19, True),  # 1.19
+        ([1] * 80 + [2] * 20, False),  # 1.2
+    ],
+)
+def test_warning_where_the_draft_hardly_helps(accepted, warns, capsys):
+    generate.print_figures(generate.parse_arguments([]), finished(accepted))
+    warning = capsys.readouterr().err.splitlines()[2:]
+    assert len(warning) == warns
+    for word in ("another target", "block size", "target_layer_ids", "mask_token_id", "training", "temperature") * warns:
+        assert word in warning[0]
 
 
 def test_compilation_cache_only_where_no_one_else_writes(monkeypatch, capsys, tmp_path):
