@@ -13,7 +13,8 @@
                   rows idle once they are finished
 
 A chain verifies as many nodes as the draft's block has. A sampled chain has the distribution of plain decoding, but other
-tokens, so that --check leaves it out above temperature 0; at 0 it is the chain. Prompt i uses seed + i.
+tokens, so that --check leaves it out above temperature 0; at 0 it is the chain. Prompt i uses seed + i. In bfloat16 --check
+reports where answers leave plain decoding and by what gap; in float32 only ties (1e-4, one token in a thousand) are excused.
 
 Exit code: 0; 1 if --check finds a difference that is no tie, or the device fails; 2 for bad arguments or files; 130 after
 Ctrl-C.
@@ -80,12 +81,20 @@ class Run:
         return [len(tokens) - 1 for tokens in self.tokens]
 
 
+class Divergence(NamedTuple):
+    """Where an answer leaves that of plain decoding."""
+
+    prompt: int
+    token: int
+    gap: float  # how far below the best score the worse of the two choices is, noise included
+
+
 @dataclasses.dataclass
 class Check:
-    """Comparison with plain decoding. Where an answer differs at a tie, what comes after it is not compared."""
+    """Comparison with plain decoding. Where an answer differs, what comes after it is not compared."""
 
     compared: int = 0
-    ties: int = 0
+    divergences: list[Divergence] = dataclasses.field(default_factory=list)
     fault: str | None = None
 
 
@@ -165,8 +174,12 @@ def decode_all(
     return run
 
 
-def check(plain_muse: Muse, prompts: Sequence[Prompt], temperature: float, plain: Run, run: Run) -> Check:
-    """Compares answers with those of plain decoding, token for token."""
+def check(plain_muse: Muse, prompts: Sequence[Prompt], temperature: float, plain: Run, run: Run, exact: bool) -> Check:
+    """Compares answers with those of plain decoding, token for token.
+
+    exact: a difference that is no tie, or too many ties, is a fault. In bfloat16, where sums of other shapes round to other
+    values and a score may be off by more than a tie, what is found is only reported.
+    """
     result = Check()
     for i, (prompt, expected, actual) in enumerate(zip(prompts, plain.tokens, run.tokens, strict=True)):
         same = next((j for j, pair in enumerate(zip(expected, actual, strict=False)) if pair[0] != pair[1]), None)
@@ -177,15 +190,16 @@ def check(plain_muse: Muse, prompts: Sequence[Prompt], temperature: float, plain
                 return result
             continue
         result.compared += same + 1
-        result.ties += 1
         ours, theirs = actual[same], expected[same]
         gap = score_gap(plain_muse, prompt, temperature, expected[:same], (ours, theirs))
-        if gap >= TIE:
+        result.divergences.append(Divergence(i, same, gap))
+        if exact and gap >= TIE:
             what = f"{ours} instead of {theirs}, the scores {gap:.2g} below the best"
             result.fault = f"prompt {i}, token {same}: {what}; a tie is less than {TIE:g}"
             return result
-    if result.ties * TOKENS_PER_TIE > result.compared:
-        result.fault = f"{result.ties} ties in {result.compared} tokens: at most one in {TOKENS_PER_TIE} is excused"
+    ties = len(result.divergences)
+    if exact and ties * TOKENS_PER_TIE > result.compared:
+        result.fault = f"{ties} ties in {result.compared} tokens: at most one in {TOKENS_PER_TIE} is excused"
     return result
 
 
@@ -276,7 +290,8 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
             if setting.mode == Speculation.OFF:
                 plain[setting.temperature] = run
             elif args.check and setting.mode != Speculation.SAMPLED_CHAIN:
-                checked = check(plain_muse, prompts, setting.temperature, plain[setting.temperature], run)
+                exact = plain_muse.model.module.dtype == jnp.float32
+                checked = check(plain_muse, prompts, setting.temperature, plain[setting.temperature], run, exact)
             row = summarize(setting, run, chains.get(setting.temperature), checked)
             if setting.mode == Speculation.CHAIN:
                 chains[setting.temperature] = row["acceptance_length"]
@@ -309,7 +324,9 @@ def verdict(row: dict[str, Any]) -> str:
         return ""
     if checked["fault"]:
         return "NO"
-    return f"yes, {checked['ties']} ties" if checked["ties"] else "yes"
+    if not checked["divergences"]:
+        return "yes"
+    return f"but {len(checked['divergences'])}: {max(gap for *_, gap in checked['divergences']):.2g}"
 
 
 def print_table(results: dict[str, Any]) -> None:
@@ -343,6 +360,7 @@ def print_table(results: dict[str, Any]) -> None:
     console.print(
         "acceptance: committed tokens / verify steps, prompts pooled; an answer's first token, from prefill, is not counted\n"
         "per prompt: mean over prompts of the same quotient; deepest: most drafted tokens accepted in one step\n"
+        "as plain: whether tokens are those of plain decoding; else how many answers leave it, and the largest gap of scores\n"
         f"up to {facts['max_new_tokens']} tokens, batches of {facts['batch_size']}, seed {facts['seed']}, {facts['dtype']}; "
         f"{facts['device']}; jax {facts['jax']}",
         soft_wrap=True,

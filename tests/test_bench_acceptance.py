@@ -106,7 +106,7 @@ def test_every_mode_is_measured_and_compared_with_plain_decoding(measured):
     assert tree["ratio_to_chain"] == pytest.approx(tree["acceptance_length"] / chain["acceptance_length"])
     assert chain["ratio_to_chain"] is None
     compared = plain["tokens"] + 3  # with the first tokens
-    assert chain["check"] == tree["check"] == {"compared": compared, "ties": 0, "fault": None}
+    assert chain["check"] == tree["check"] == {"compared": compared, "divergences": [], "fault": None}
     assert plain["check"] is sampled["check"] is None
 
 
@@ -162,26 +162,30 @@ def test_score_gap(muse, temperature):
         assert gap == pytest.approx(scores[best] - min(scores[list(tokens)]), abs=1e-5)
 
 
-def compare(monkeypatch, expected: list[list[int]], actual: list[list[int]], gap: float) -> Check:
+def compare(monkeypatch, expected: list[list[int]], actual: list[list[int]], gap: float, exact: bool = True) -> Check:
     monkeypatch.setattr(bench_acceptance, "score_gap", lambda *_: gap)
     runs = [Run(tokens, [[] for _ in tokens]) for tokens in (expected, actual)]
-    return bench_acceptance.check(None, [Prompt([1], 0)] * len(expected), 0.0, *runs)
+    return bench_acceptance.check(None, [Prompt([1], 0)] * len(expected), 0.0, *runs, exact)
 
 
 def test_ties_are_counted_and_rare(monkeypatch):
     long = [list(range(1000)), list(range(1000))]
     once = [long[0], [*range(500), 7, 8]]
-    assert compare(monkeypatch, long, long, 0.0) == Check(2000, 0)
-    assert compare(monkeypatch, long, once, 9e-5) == Check(1501, 1)
+    assert compare(monkeypatch, long, long, 0.0) == Check(2000)
+    assert compare(monkeypatch, long, once, 9e-5) == Check(1501, [(1, 500, 9e-5)])
     twice = [[*range(400), 7], once[1]]
     fault = "2 ties in 902 tokens: at most one in 1000 is excused"
-    assert compare(monkeypatch, long, twice, 9e-5) == Check(902, 2, fault)
+    assert compare(monkeypatch, long, twice, 9e-5) == Check(902, [(0, 400, 9e-5), (1, 500, 9e-5)], fault)
 
 
 def test_differences_that_are_no_ties(monkeypatch):
     fault = compare(monkeypatch, [[1, 2, 3]], [[1, 9, 3]], 1e-4).fault
     assert fault == "prompt 0, token 1: 9 instead of 2, the scores 0.0001 below the best; a tie is less than 0.0001"
     assert compare(monkeypatch, [[1, 2, 3]], [[1, 2]], 0.0).fault == "prompt 0: 2 tokens, 3 by plain decoding"
+
+
+def test_differences_in_bfloat16_are_reported(monkeypatch):
+    assert compare(monkeypatch, [[1, 2, 3]], [[1, 9, 3]], 0.3, exact=False) == Check(2, [(0, 1, 0.3)])
 
 
 def test_a_planted_difference_fails(arguments, monkeypatch, capsys):
