@@ -56,13 +56,36 @@ def test_bf16_is_the_default_and_close_to_fp32(prompt):
     assert error < 0.02
 
 
-def test_cache_is_updated_in_place(prompt):
-    muse = muse_jax.load(MUSE_TINY)
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_speculation_gives_the_tokens_of_plain_decoding(prompt, temperature):
+    """fp32. Long answers, past the stop token, where the draft is at a loss as well as where it is good."""
+
+    def tokens(**settings):
+        muse = muse_jax.load(MUSE_TINY, dtype="float32", **settings)
+        generation = muse.generate(prompt, max_new_tokens=NEW_TOKENS, stop_token_ids=(), temperature=temperature, seed=3)
+        list(generation)
+        return generation.tokens, generation.acceptance_length
+
+    plain, _ = tokens(speculation="off")
+    for settings in ({"tree_size": 8}, {"tree_size": 16}, {"tree_size": 32}, {"speculation": "chain"}):
+        speculative, acceptance = tokens(**settings)
+        assert speculative == plain
+        assert acceptance > 1.5
+
+
+@pytest.mark.parametrize("speculation", ["tree", "off"])
+def test_caches_are_updated_in_place(prompt, speculation):
+    muse = muse_jax.load(MUSE_TINY, speculation=speculation)
     state, _ = muse.prefill([prompt], max_new_tokens=8)
     step = jax.jit(decoding.decode, donate_argnames="state")
-    pointers = [x.unsafe_buffer_pointer() for pair in state.cache.layers for x in pair]
+
+    def pointers(state):
+        caches = [state.cache, *([] if state.draft_cache is None else [state.draft_cache])]
+        return [x.unsafe_buffer_pointer() for cache in caches for pair in cache.layers for x in pair]
+
+    before = pointers(state)
     state, _ = step(muse.model, state)
-    assert [x.unsafe_buffer_pointer() for pair in state.cache.layers for x in pair] == pointers
+    assert pointers(state) == before
 
 
 def test_decode_step_moves_nothing_between_host_and_device(prompt):
