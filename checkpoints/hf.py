@@ -39,7 +39,7 @@ from checkpoints.shards import (
     write_json,
     write_safetensors,
 )
-from muse_jax.config import ModelConfig
+from muse_jax.config import ConfigError, ModelConfig
 from muse_jax.draft_config import DraftConfig
 from muse_jax.layout import TensorSpec, insert, is_skipped
 from muse_jax.layout import tensors as tensor_specs
@@ -111,7 +111,10 @@ def read_draft_config(directory: str | os.PathLike) -> DraftConfig:
               there as a pickle only; ConfigError for a draft that is not implemented.
     """
     directory = _existing(directory)
-    config = DraftConfig.from_hf(read_json(directory / CONFIG_FILE))
+    try:
+        config = DraftConfig.from_hf(read_json(directory / CONFIG_FILE))
+    except ConfigError as error:  # its fields have the names of the target's
+        raise ConfigError(f"{directory / CONFIG_FILE}: {error}") from None
     return dataclasses.replace(config, has_mask_embedding=_has_mask_file(directory))
 
 

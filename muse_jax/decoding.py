@@ -119,15 +119,16 @@ class DecodeState:
     done: jax.Array  # [B] bool
     stop_ids: jax.Array  # [B, S] int32
     sampling: SamplingParams
+    num_rows: int  # static: rows of a step that the caches have room for
 
-    def _flatten(self) -> tuple[tuple, None]:
+    def _flatten(self) -> tuple[tuple, int]:
         length = self.length
         if isinstance(length, jax.Array) and not isinstance(length, jax.core.Tracer) and length.is_deleted():
             raise ValueError("this DecodeState was donated to an earlier step; use the state which that step returned")
-        return tuple(getattr(self, field.name) for field in dataclasses.fields(self)), None
+        return tuple(getattr(self, field.name) for field in dataclasses.fields(self)[:-1]), self.num_rows
 
 
-jax.tree_util.register_pytree_node(DecodeState, DecodeState._flatten, lambda _, fields: DecodeState(*fields))
+jax.tree_util.register_pytree_node(DecodeState, DecodeState._flatten, lambda rows, fields: DecodeState(*fields, rows))
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["tokens", "count", "accepted", "done"], meta_fields=[])
@@ -215,6 +216,7 @@ def first_token(
         done=jnp.zeros(lengths.shape, bool),
         stop_ids=stop_ids,
         sampling=sampling,
+        num_rows=model.num_rows,
     )
     token = choose(logits, lengths, sampling, model.valid_vocab)
     return _emit(model, state, token[:, None], jnp.ones_like(lengths))
@@ -232,6 +234,11 @@ def decode_and_trace(model: Model, state: DecodeState) -> tuple[DecodeState, Ste
     """`decode`, which also returns the tree that was verified and the path [B, N] of accepted nodes (the first `accepted`)."""
     if state.length.ndim != 1:
         raise ValueError("decode takes a batch as it is, without jax.vmap: give several prompts to prefill")
+    if state.num_rows < model.num_rows or (model.draft_params is not None and state.draft_cache is None):
+        raise ValueError(
+            f"this DecodeState has room for steps of {state.num_rows} rows, {'with' if state.draft_cache else 'without'} a "
+            f"draft; the model ({model.speculation}) has steps of {model.num_rows}: prefill with it"
+        )
     model = _refuse_derivatives(model)
     nodes, ids, proposal = propose_nodes(model, state)
     logits, rows, taps = _verify(model, state, nodes)

@@ -183,9 +183,10 @@ class DFlash2(nnx.Module):
         raw = ops.linear(hidden, lm_head)
         if valid_vocab < raw.shape[-1]:
             raw = jnp.where(lax.broadcasted_iota(jnp.int32, raw.shape, 2) < valid_vocab, raw, -jnp.inf)
-        # Multiplier and cap keep the order. The barrier keeps slices of the result from reaching the top-k: XLA would see a
-        # sort of the whole vocabulary in it (15 x 3,072 logits on two CPU cores: 6.6 ms against 0.1 ms, jax 0.10.2).
-        best, ids = lax.optimization_barrier(lax.top_k(raw, self.config.selector_top_k))
+        # Multiplier and cap keep the order. The barriers keep slices of the results from reaching the top-k: XLA would see a
+        # sort of the whole vocabulary in it (15 x 3,072 logits on two CPU cores: 6.6 ms against 0.1 ms, jax 0.10.2). One
+        # barrier for both would make its partitioner fail.
+        best, ids = map(lax.optimization_barrier, lax.top_k(raw, self.config.selector_top_k))
         return ids, self._transform(best)
 
     def lattice(self, hidden: jax.Array, anchor: jax.Array, ids: jax.Array, unary: jax.Array) -> jax.Array:

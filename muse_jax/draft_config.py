@@ -10,6 +10,12 @@ from muse_jax.config import AttentionKind, ConfigError, ModelConfig, integer_fie
 
 ARCHITECTURES = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
 MAX_BLOCK_SIZE = 16
+MAX_TOP_K = 1024  # no tensor's size follows from it, and a lattice has its square per position
+_BACKBONE = (  # read outside `dflash_config`, and there alone
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "intermediate_size", "rms_norm_eps", "rope_parameters", "rope_theta", "attention_bias", "layer_types", "sliding_window",
+    "is_causal", "dtype",
+)  # fmt: skip
 _KINDS = tuple(map(str, AttentionKind))
 
 
@@ -87,7 +93,8 @@ class DraftConfig:
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> DraftConfig:
-        """Reads a parsed `config.json` (dflash2.md section 1.1). A setting is looked up in `dflash_config`, then outside.
+        """Reads a parsed `config.json` (dflash2.md section 1.1). What is DFlash's own is looked up in `dflash_config`, then
+        outside; what the backbone is made of stands outside.
 
         Raises ConfigError for what is missing, out of range, or would make this a different draft.
         """
@@ -173,6 +180,10 @@ def _refuse_other_drafts(raw: Mapping[str, Any], settings: Mapping[str, Any]) ->
         allowed = (value, None) if value else (value, None, False)  # "off" is neutral only where off is the default
         if field in settings and settings[field] not in allowed:
             raise ConfigError(f"{field} = {shown(settings[field])}: only {shown(value)} is supported")
+    inner = raw.get("dflash_config", {})
+    for field in _BACKBONE:
+        if field in inner and inner[field] != raw.get(field):
+            raise ConfigError(f"dflash_config.{field} = {shown(inner[field])}: expected outside dflash_config")
     for field, other in (("target_hidden_size", "hidden_size"), ("causal", "is_causal")):
         if settings.get(field) not in (None, raw.get(other)):
             raise ConfigError(f"{field} = {shown(settings[field])}: must equal {other} = {shown(raw.get(other))}")
@@ -246,6 +257,8 @@ def _check(config: DraftConfig) -> None:
         raise ConfigError(f"block_size = {config.block_size}: expected an integer from 2 to {MAX_BLOCK_SIZE}")
     if config.hidden_size % config.conv_group_size:
         raise ConfigError(f"conv_group_size = {config.conv_group_size}: must divide hidden_size = {config.hidden_size}")
+    if config.selector_top_k > MAX_TOP_K:
+        raise ConfigError(f"selector_top_k = {config.selector_top_k}: expected an integer from 1 to {MAX_TOP_K}")
     for field, other in (("conv_kernel_size", "block_size"), ("selector_top_k", "vocab_size")):
         value, limit = getattr(config, field), getattr(config, other)
         if value > limit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -130,11 +131,15 @@ def load(
 def _find_draft(path: str | Path, draft: str | Path | None, speculation: str | None) -> Path | None:
     """The directory of the draft to load, None if there is to be none. Raises ValueError if one is asked for and missing."""
     if speculation == Speculation.OFF:
+        if draft is not None:
+            raise ValueError(f"draft = {str(draft)!r} and speculation = 'off': choose one")
         return None
     if draft is not None:
+        if not isinstance(draft, (str, os.PathLike)) or not str(draft):
+            raise ValueError(f"draft = {draft!r}: expected a directory")
         return Path(draft)
     draft = Path(path) / DRAFT_DIRECTORY
-    if draft.is_dir():
+    if os.path.lexists(draft):  # a link to nowhere, too, is meant to be a draft
         return draft
     if speculation is not None:
         raise ValueError(f"speculation = {str(speculation)!r} needs a draft: {draft} is not there")
@@ -240,7 +245,12 @@ class Muse:
         return self._decode(self.model, state)
 
     def draft_seconds(self, state: DecodeState, repeats: int = 20) -> float:
-        """Median time of the draft's part of a step, run alone on `state`, which stays usable. Needs speculation."""
+        """Median time of the draft's part of a step, run alone on `state`, which stays usable.
+
+        Raises:   ValueError without speculation, or for repeats below 1.
+        """
+        if self.model.speculation == Speculation.OFF or repeats < 1:
+            raise ValueError(f"draft_seconds: expected repeats = {repeats} above 0, and a draft")
         propose = jax.jit(decoding.propose_nodes)
         times = []
         for _ in range(repeats + 1):  # the first run compiles

@@ -101,7 +101,7 @@ def state(caches, shaped):
     done = jax.ShapeDtypeStruct((BATCH,), jnp.bool)
     stops = jax.ShapeDtypeStruct((BATCH, 1), jnp.int32)
     sampling = SamplingParams.create(BATCH, temperature=1.0)
-    return DecodeState(*caches, *shaped((row, row, row, done, stops, sampling)))
+    return DecodeState(*caches, *shaped((row, row, row, done, stops, sampling)), num_rows=TREE)
 
 
 @pytest.fixture(scope="module")

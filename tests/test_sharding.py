@@ -87,6 +87,31 @@ def test_greedy_tokens_are_those_of_one_device(muse, checkpoint, tokens, caplog)
         assert row[n - 1 : n - 1 + NEW_TOKENS].argmax(-1).tolist() == text
 
 
+@pytest.mark.parametrize(("devices", "speculation"), [(2, "chain"), (8, "tree")])
+def test_speculation_on_a_mesh(muse, draft_checkpoint, tokens, devices, speculation):
+    """The tokens of one device without a draft, at T = 0 and 1; as above, choices are further apart than errors."""
+    sharded = muse_jax.load(draft_checkpoint, mesh=make_mesh(devices), speculation=speculation)
+    prompts = [row[:n].tolist() for row, n in zip(tokens, LENGTHS, strict=True)]
+    settings = {"max_new_tokens": 12, "stop_token_ids": [263], "temperature": [0.0, 1.0], "seed": 5}
+
+    def finish(muse):
+        state, out = muse.prefill(prompts, **settings)
+        texts: list[list[int]] = [[] for _ in prompts]
+        while True:
+            for text, row, count in zip(texts, out.tokens, out.count, strict=True):
+                text.extend(row[:count].tolist())
+            if out.done.all():
+                return texts, state
+            state, out = muse.decode(state)
+
+    texts, state = finish(sharded)
+    assert texts == finish(muse)[0]
+    for cache, config in ((state.cache, sharded.config), (state.draft_cache, sharded.draft_config)):
+        split = config.num_key_value_heads % devices == 0
+        for leaf in jax.tree.leaves(cache.layers):
+            assert leaf.sharding.shard_shape(leaf.shape)[1] == leaf.shape[1] // (devices if split else 1)
+
+
 def test_mesh_errors():
     for n in (0, 3, 16, -1):
         with pytest.raises(ValueError, match=rf"^devices = {n}: allowed are 1, 2, 4, 8$"):

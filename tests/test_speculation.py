@@ -12,6 +12,8 @@ import json
 import logging
 import math
 import re
+import shutil
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -734,6 +736,30 @@ def compilations(caplog) -> list[str]:
 # -------------------------------------------------------------------------------------------------------------- loading
 
 
+def test_state_of_another_model(checkpoint, draft_checkpoint):
+    """Caches have room for the rows of the model that made them."""
+    models = {n: muse_jax.load(draft_checkpoint, tree_size=n) for n in (2, 32)}
+    models[1] = muse_jax.load(checkpoint)
+    for made, used in ((2, 32), (1, 2)):
+        state, _ = models[made].prefill([[1, 2, 3]])
+        with pytest.raises(ValueError, match=rf"^this DecodeState has room for steps of {made} rows, .* has steps of {used}: "):
+            models[used].decode(state)
+    state, _ = models[32].prefill([[1, 2, 3]])
+    state, out = models[2].decode(state)  # has room enough
+    assert 1 <= int(out.count[0]) <= 2 and state.num_rows == 32
+
+
+@pytest.mark.parametrize("speculation", ["tree", "off"])
+def test_draft_seconds(draft_checkpoint, speculation):
+    muse = muse_jax.load(draft_checkpoint, speculation=speculation)
+    state, _ = muse.prefill([[1, 2, 3]])
+    if speculation == "tree":
+        assert 0 < muse.draft_seconds(state, repeats=2) < 10
+    for repeats in (0, -1) if speculation == "tree" else (0, 1):
+        with pytest.raises(ValueError, match=r"^draft_seconds: expected repeats = -?[01] above 0, and a draft$"):
+            muse.draft_seconds(state, repeats)
+
+
 class TestLoad:
     def test_draft_of_the_directory(self, draft_checkpoint, small_draft_config, small_draft_params):
         muse = muse_jax.load(draft_checkpoint)
@@ -772,6 +798,25 @@ class TestLoad:
     def test_draft_that_is_not_there(self, checkpoint, tmp_path):
         with pytest.raises(ValueError, match=re.escape(str(tmp_path / "other"))):
             muse_jax.load(checkpoint, draft=tmp_path / "other")
+
+    def test_draft_that_is_no_directory(self, checkpoint, tmp_path):
+        """A file, or a link to nowhere as caches of downloads may leave, is an error and not a checkpoint without draft."""
+        for name, make in (("file", Path.touch), ("link", lambda path: path.symlink_to("gone"))):
+            directory = tmp_path / name
+            shutil.copytree(checkpoint, directory)
+            make(directory / "draft")
+            with pytest.raises(ValueError, match=re.escape(str(directory / "draft"))):
+                muse_jax.load(directory)
+            assert muse_jax.load(directory, speculation="off").draft_config is None
+
+    @pytest.mark.parametrize("draft", ["", 3, b"x"])
+    def test_draft_that_is_no_path(self, checkpoint, draft):
+        with pytest.raises(ValueError, match=rf"^draft = {draft!r}: expected a directory$"):
+            muse_jax.load(checkpoint, draft=draft)
+
+    def test_draft_and_off(self, checkpoint, draft_checkpoint):
+        with pytest.raises(ValueError, match=r"^draft = .* and speculation = 'off': choose one$"):
+            muse_jax.load(checkpoint, draft=draft_checkpoint / "draft", speculation="off")
 
     @pytest.mark.parametrize("size", [0, 1, 33, -4, True, 2.0, "16", None])
     def test_tree_size(self, checkpoint, draft_checkpoint, size):
