@@ -16,8 +16,10 @@ A chain verifies as many nodes as the draft's block has. A sampled chain has the
 tokens, so that --check leaves it out above temperature 0; at 0 it is the chain. Prompt i uses seed + i. In bfloat16 --check
 reports where answers leave plain decoding and by what gap; in float32 only ties (1e-4, one token in a thousand) are excused.
 
+Files are written before the table is printed, so that a closed terminal does not cost them.
+
 Exit code: 0; 1 if --check finds a difference that is no tie, or the device fails; 2 for bad arguments or files; 130 after
-Ctrl-C.
+Ctrl-C; 141 if the reader of stdout has gone.
 """
 
 from __future__ import annotations
@@ -26,22 +28,47 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import errno
 import importlib.util
 import io
 import itertools
 import json
 import os
+import signal
+import stat
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from generate import (
+    BAD_INPUT,
+    BUNDLED,
+    FAILED,
+    INTERRUPTED,
+    Interrupts,
+    Parser,
+    broken_pipe,
+    directory,
+    encode,
+    histogram,
+    leave,
+    open_streams,
+    positive_int,
+    report,
+    tree_size,
+)
+
+if __name__ == "__main__":
+    interrupts = Interrupts()
+    interrupts.hold()  # the imports below take seconds and bear no exception
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from bench_cpu import cpu_name, num_cores
-from generate import BAD_INPUT, BUNDLED, FAILED, INTERRUPTED, Parser, encode, histogram, positive_int, tree_size
 
 import muse_jax
 from muse_jax import Muse
@@ -102,14 +129,25 @@ class Check:
 
 
 def read_prompts(path: Path, field: str, limit: int) -> list[str]:
-    """The first `limit` texts. Raises ValueError with file and line for anything that is not an object with that string."""
+    """The first `limit` texts; blank lines do not count.
+
+    Raises: ValueError with file and line for anything that is not an object with that string; OSError.
+    """
     texts = []
-    with open(path, encoding="utf-8") as file:
-        for number, line in enumerate(itertools.islice(file, limit), start=1):
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if len(texts) == limit:
+                break
+            if not line.strip():
+                continue
             try:
-                item = json.loads(line)
+                item = json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}, line {number}: not UTF-8 (byte {error.start} of the line)") from None
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number}: not JSON ({error.msg})") from None
+            except (ValueError, RecursionError):  # JSON, but beyond what Python reads of it
+                raise ValueError(f"{path}, line {number}: a number is too long, or values are nested too deeply") from None
             if not isinstance(item, dict) or not isinstance(item.get(field), str):
                 raise ValueError(f"{path}, line {number}: expected an object with a string {field!r}")
             texts.append(item[field])
@@ -257,9 +295,17 @@ def summarize(setting: Setting, run: Run, chain_length: float | None, checked: C
     }
 
 
-def bench(args: argparse.Namespace) -> dict[str, Any]:
+def bench(args: argparse.Namespace, check_interrupt: Callable[[], None]) -> dict[str, Any]:
+    """Measures all settings; calls `check_interrupt` between batches. Raises ValueError or OSError for bad files."""
     texts = read_prompts(args.prompts, args.field, args.limit)
-    muse = muse_jax.load(args.checkpoint, draft=args.draft, speculation="tree", tree_size=max(args.sizes), dtype=args.dtype)
+    muse = muse_jax.load(
+        args.checkpoint,
+        draft=args.draft,
+        speculation="tree",
+        tree_size=max(args.sizes),
+        dtype=args.dtype,
+        progress=lambda *_: check_interrupt(),
+    )
     if args.chat is None:
         args.chat = muse.tokenizer is not None and muse.tokenizer.has_chat_template
     prompts = [Prompt(encode(muse, args, text), args.seed + i) for i, text in enumerate(texts)]
@@ -282,7 +328,7 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     plain_muse = speculating(muse, Speculation.OFF, 1)
     plain: dict[float, Run] = {}
     chains: dict[float, float | None] = {}
-    with progress_bar(len(prompts) * len(settings)) as advance:
+    with progress_bar(len(prompts) * len(settings), check_interrupt) as advance:
         for setting in settings:
             decoder = plain_muse if setting.mode == Speculation.OFF else speculating(muse, setting.mode, setting.size)
             run = decode_all(decoder, prompts, setting.temperature, args.max_new_tokens, batch_size, advance)
@@ -300,15 +346,20 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def progress_bar(total: int) -> Iterator[Callable[[int], None]]:
-    """Gives a function that moves the bar on; it is shown on a terminal."""
+def progress_bar(total: int, check_interrupt: Callable[[], None]) -> Iterator[Callable[[int], None]]:
+    """Gives a function that calls `check_interrupt` and moves the bar on; it is shown on a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
 
     columns = ("answers", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("", total=total)
-        yield lambda count: bar.advance(task, count)
+
+        def advance(count: int) -> None:
+            check_interrupt()
+            bar.advance(task, count)
+
+        yield advance
 
 
 # --------------------------------------------------------------------------------------------------------------- report
@@ -356,15 +407,16 @@ def print_table(results: dict[str, Any]) -> None:
             end_section=after is not None and after["temperature"] != row["temperature"],
         )
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    console.print(table)
-    console.print(
+    with console.capture() as captured:  # rich would end the program where the reader of stdout has gone
+        console.print(table)
+    explanation = (
         "acceptance: committed tokens / verify steps, prompts pooled; an answer's first token, from prefill, is not counted\n"
         "per prompt: mean over prompts of the same quotient; deepest: most drafted tokens accepted in one step\n"
         "as plain: whether tokens are those of plain decoding; else how many answers leave it, and the largest gap of scores\n"
         f"up to {facts['max_new_tokens']} tokens, batches of {facts['batch_size']}, seed {facts['seed']}, {facts['dtype']}; "
-        f"{facts['device']}; jax {facts['jax']}",
-        soft_wrap=True,
+        f"{facts['device']}; jax {facts['jax']}"
     )
+    print(captured.get() + explanation, flush=True)
 
 
 def draw(results: dict[str, Any]) -> bytes:
@@ -390,7 +442,8 @@ def draw(results: dict[str, Any]) -> bytes:
     bars.set_xticks(range(len(labels)), labels, rotation=30, ha="right")
     bars.set(ylabel="committed tokens / verify steps, pooled", title=results["conditions"]["checkpoint"])
     bars.margins(y=0.15)
-    bars.legend(loc="upper left")
+    if bars.patches:  # every answer may be a single token, which takes no step
+        bars.legend(loc="upper left")
     most = max((int(count) for row in runs for count in row["accepted_histogram"]), default=1)
     for axes, temperature in zip(histograms, temperatures, strict=True):
         for row in runs:
@@ -400,18 +453,54 @@ def draw(results: dict[str, Any]) -> bytes:
                 axes.plot(x, [counts[count] / row["steps"] for count in x], marker=".", label=label(row))
         axes.set(xlim=(0.5, most + 0.5), xticks=range(1, most + 1), ylim=(0, 1))
         axes.set(xlabel="tokens accepted by a step", ylabel="share of steps", title=f"T = {temperature:g}")
-        axes.legend()
+        if axes.lines:
+            axes.legend()
     buffer = io.BytesIO()
     FigureCanvasAgg(figure).print_png(buffer)
     return buffer.getvalue()
 
 
+def real_file(path: Path) -> Path | None:
+    """The file at the end of links, there or not yet; None for what cannot be replaced: a pipe, a device, stdout."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return Path(os.path.realpath(path))
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    replaceable = stat.S_ISREG(status.st_mode) and not is_stdout(path)
+    return Path(os.path.realpath(path)) if replaceable else None
+
+
+def is_stdout(path: Path) -> bool:
+    """Whether `path` is the file that stdout writes to, under any name (/dev/stdout)."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(sys.stdout.fileno()))
+    except OSError:  # nothing there, or stdout is no file
+        return False
+
+
+def check_output(path: Path) -> None:
+    """Raises OSError if `write_file` may not write there."""
+    file = real_file(path)
+    if (file is None or file.exists()) and not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    if file is not None:
+        tempfile.TemporaryFile(dir=file.parent).close()
+
+
 def write_file(path: Path, data: bytes) -> None:
-    """Writes all of it or nothing."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    """Writes all of it or nothing, links followed; a pipe or a device is written to as it is."""
+    file = real_file(path)
+    if file is None:
+        # Opened anew, a file behind stdout would be written over by what stdout still has to write.
+        with open(sys.stdout.fileno() if is_stdout(path) else path, "wb", closefd=not is_stdout(path)) as stream:
+            stream.write(data)
+        return
+    partial = file.with_name(f".{NAME}.{os.getpid()}")
     try:
         partial.write_bytes(data)
-        partial.replace(path)
+        partial.replace(file)
     finally:
         partial.unlink(missing_ok=True)
 
@@ -436,8 +525,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--field", default="question", help="the object's field that holds the prompt (default: question)")
     add("--chat", action=argparse.BooleanOptionalAction, help="whether prompts are put in chat form (default: if possible)")
     add("--limit", type=positive_int, default=100, metavar="N", help="prompts to take from the file (default: 100)")
-    add("--checkpoint", type=Path, default=BUNDLED, help="directory in Hugging Face layout (default: the bundled muse_tiny)")
-    add("--draft", type=Path, metavar="DIR", help="DFlash2 draft (default: `draft` in the checkpoint)")
+    add("--checkpoint", type=directory, default=BUNDLED, help="directory, Hugging Face layout (default: the bundled muse_tiny)")
+    add("--draft", type=directory, metavar="DIR", help="DFlash2 draft (default: `draft` in the checkpoint)")
     add("--dtype", choices=("bfloat16", "float32"), help="of the weights (default: the checkpoint's, on a CPU float32)")
     add("--modes", nargs="+", choices=modes, default=list(modes), help="default: all; sampled_chain above temperature 0 only")
     add("--sizes", nargs="+", type=tree_size, default=[8, 16, 32], metavar="N", help="nodes of a tree (default: 8 16 32)")
@@ -453,29 +542,41 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         setattr(args, name, list(dict.fromkeys(getattr(args, name))))
     if args.modes == [Speculation.SAMPLED_CHAIN] and args.temperatures == [0.0]:
         parser.error("--modes sampled_chain: needs a temperature above 0")
-    outputs = [("--png", args.png), ("--json", Path(args.json) if args.json not in (None, "-") else None)]
-    for option, path in outputs:
-        if path is not None and (not path.parent.is_dir() or path.is_dir()):
-            parser.error(f"{option} {path}: expected a file in a directory that exists")
+    files = {"--prompts": args.prompts, "--png": args.png, "--json": None if args.json in (None, "-") else Path(args.json)}
+    seen: dict[str, str] = {}
+    for option, path in files.items():
+        if path is None:
+            continue
+        if (other := seen.setdefault(os.path.realpath(path), option)) != option:
+            parser.error(f"{option} {path}: is the file of {other}, too")
+        if option != "--prompts":
+            try:
+                check_output(path)
+            except OSError as error:
+                parser.error(f"{option} {path}: cannot be written: {error.strerror}")
     # What generate.py's --system and --reasoning-effort would set.
     args.system = args.reasoning_effort = None
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, interrupts: Interrupts | None = None) -> int:
+    """Runs the command line. Returns the exit code, or raises SystemExit(2) for arguments that do not parse."""
+    interrupts = interrupts or Interrupts()
+    open_streams()
     args = parse_arguments(argv)
     if args.png is not None and importlib.util.find_spec("matplotlib") is None:
         return complain("--png: matplotlib is not installed: pip install -e '.[plot]'", BAD_INPUT)
     try:
-        results = bench(args)
-        print_table(results)
-        if args.png is not None:
-            write_file(args.png, draw(results))
-        if args.json is not None:
-            text = json.dumps(results) + "\n"
-            print(text, end="", flush=True) if args.json == "-" else write_file(Path(args.json), text.encode())
+        with interrupts.raised():
+            results = bench(args, interrupts.check)
+            exit_code = write_results(args, results)
+            print_results(args, results)
+            interrupts.check()
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left takes no time
         return complain("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        return broken_pipe()
     except (ValueError, OSError) as error:
         return complain(" ".join(str(error).split()), BAD_INPUT)
     except jax.errors.JaxRuntimeError as error:
@@ -483,13 +584,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     faults = [row for row in results["runs"] if row["check"] and row["check"]["fault"]]
     for row in faults:
         complain(f"{label(row)} at temperature {row['temperature']:g} is not plain decoding: {row['check']['fault']}", FAILED)
-    return FAILED if faults else 0
+    return FAILED if faults else exit_code
+
+
+def write_results(args: argparse.Namespace, results: dict[str, Any]) -> int:
+    """Writes the files, each whatever becomes of the other. Returns the exit code."""
+    exit_code = 0
+    makers = {Path(args.json): encode_json} if args.json not in (None, "-") else {}
+    if args.png is not None:
+        makers[args.png] = draw
+    for path, make in makers.items():
+        try:
+            write_file(path, make(results))
+        except OSError as error:
+            exit_code = complain(f"{path}: {error.strerror}", BAD_INPUT)
+    return exit_code
+
+
+def encode_json(results: dict[str, Any]) -> bytes:
+    return json.dumps(results).encode() + b"\n"
+
+
+def print_results(args: argparse.Namespace, results: dict[str, Any]) -> None:
+    print_table(results)
+    if args.json == "-":
+        print(json.dumps(results), flush=True)
 
 
 def complain(message: str, exit_code: int) -> int:
-    print(f"{NAME}: {message}", file=sys.stderr)
+    report(f"{NAME}: {message}")
     return exit_code
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main(interrupts=interrupts))

@@ -50,6 +50,68 @@ LOW_ACCEPTANCE, ENOUGH_STEPS = 1.2, 64  # fewer tokens per step than the first, 
 FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141  # exit codes; the last two are 128 + the number of the signal
 
 
+class Interrupts:
+    """What becomes of Ctrl-C: an exception where the program can bear one, in any case a note that it came."""
+
+    def __init__(self) -> None:
+        self.arrived = False
+        self._held = False
+
+    @contextlib.contextmanager
+    def raised(self) -> Iterator[None]:
+        """Ctrl-C raises KeyboardInterrupt, at the latest at the next `check`: JAX runs some Python code (while it compiles,
+        for one) from places that drop what that code raises."""
+
+        def dropped(unraisable: Any) -> None:
+            if not (self.arrived and unraisable.exc_type is KeyboardInterrupt):
+                hook(unraisable)
+
+        before, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
+        if before is signal.SIG_IGN:  # started in the background, or by nohup
+            yield
+            return
+        self._held = False
+        signal.signal(signal.SIGINT, self._handle)
+        sys.unraisablehook = dropped
+        try:
+            self.check()
+            yield
+        except BaseException:
+            if self.arrived:  # interrupted imports can end in an error of their own
+                raise KeyboardInterrupt from None
+            raise
+        finally:
+            signal.signal(signal.SIGINT, before)
+            sys.unraisablehook = hook
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside `raised`: Ctrl-C waits for the end of the block, which does not survive an exception just anywhere."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        self.check()
+
+    def hold(self) -> None:
+        """Ctrl-C waits for `raised`."""
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            self._held = True
+            signal.signal(signal.SIGINT, self._handle)
+
+    def check(self) -> None:
+        if self.arrived:
+            raise KeyboardInterrupt
+
+    def _handle(self, signum: int, frame: Any) -> None:
+        if self.arrived:
+            os._exit(INTERRUPTED)  # asked twice: does not wait for a compilation to end
+        self.arrived = True
+        if not self._held:
+            raise KeyboardInterrupt
+
+
 @dataclasses.dataclass
 class Answer:
     """What there is of the answer so far: an interruption may come at any time."""
@@ -59,39 +121,8 @@ class Answer:
     muse: Muse | None = None
     generation: Generation | None = None
     seconds_draft: float | None = None  # of one step
-    interrupted: bool = False
+    line_open: bool = False  # whether stdout is inside a line
     began: float = dataclasses.field(default_factory=time.perf_counter)
-
-    @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Ctrl-C raises KeyboardInterrupt, at the latest at the next `check`: JAX runs some Python code (while it compiles,
-        for one) from places that drop what that code raises."""
-
-        def interrupt(signum: int, frame: Any) -> None:
-            if self.interrupted:
-                os._exit(INTERRUPTED)  # asked twice: does not wait for a compilation to end
-            self.interrupted = True
-            raise KeyboardInterrupt
-
-        def dropped(unraisable: Any) -> None:
-            if not (self.interrupted and unraisable.exc_type is KeyboardInterrupt):
-                hook(unraisable)
-
-        before, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
-        if before is signal.SIG_IGN:  # started in the background, or by nohup
-            yield
-            return
-        signal.signal(signal.SIGINT, interrupt)
-        sys.unraisablehook = dropped
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-            sys.unraisablehook = hook
-
-    def check(self) -> None:
-        if self.interrupted:
-            raise KeyboardInterrupt
 
     def figures(self) -> dict[str, Any]:
         """The object that --json prints."""
@@ -130,24 +161,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code, or raises SystemExit(2) for arguments that do not parse."""
     open_streams()
     args = parse_arguments(argv)
-    answer = Answer()
+    answer, interrupts = Answer(), Interrupts()
     try:
         try:
-            with answer.interruptible():
-                write_answer(args, answer)
-        except (KeyboardInterrupt, Exception) as error:
-            # Interrupted imports can end in an ImportError.
-            if not (answer.interrupted or isinstance(error, KeyboardInterrupt)):
-                raise
+            with interrupts.raised():
+                write_answer(args, answer, interrupts)
+        except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left takes no time
             # Tokens may have come whose text was not written yet; text and tokens of --json shall agree.
             if answer.generation is not None:
                 emit(answer, answer.muse.tokenizer.decode(answer.generation.tokens)[len(answer.text) :])
         print_figures(args, answer)
     except BrokenPipeError:
-        # Python would complain once more when it flushes stdout at its exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+        return broken_pipe()
     except (ValueError, OSError) as error:
         note(" ".join(str(error).split()))
         return BAD_INPUT
@@ -159,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         note(f"the device failed: {str(error).splitlines()[0][:300]}")  # out of memory, most of all
         return FAILED
-    return INTERRUPTED if answer.interrupted else 0
+    return INTERRUPTED if interrupts.arrived else 0
 
 
 def open_streams() -> None:
@@ -172,7 +198,24 @@ def open_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
-def write_answer(args: argparse.Namespace, answer: Answer) -> None:
+def broken_pipe() -> int:
+    """The exit code where the reader of stdout has gone."""
+    # Python would complain once more when it flushes stdout at its exit.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return BROKEN_PIPE
+
+
+def leave(exit_code: int) -> NoReturn:
+    """Ends the process."""
+    if exit_code == INTERRUPTED:
+        # A compilation may still be running in XLA's threads; the ordinary exit would take the ground from under it.
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+        os._exit(exit_code)
+    sys.exit(exit_code)
+
+
+def write_answer(args: argparse.Namespace, answer: Answer, interrupts: Interrupts) -> None:
     """Loads the checkpoint and writes the answer, keeping `answer` up to date.
 
     Raises: ValueError or OSError with one line for bad settings or files.
@@ -181,8 +224,9 @@ def write_answer(args: argparse.Namespace, answer: Answer) -> None:
     if not args.checkpoint.is_dir():
         raise ValueError(f"{args.checkpoint}: no such directory")
     prompt = read_prompt(args)
-    import muse_jax
-    from muse_jax.sampling import SamplingParams
+    with interrupts.held():
+        import muse_jax
+        from muse_jax.sampling import SamplingParams
 
     clock.lap("imports")
     if args.compilation_cache:
@@ -191,7 +235,7 @@ def write_answer(args: argparse.Namespace, answer: Answer) -> None:
     sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
     SamplingParams.create(1, **sampling)  # a large checkpoint takes minutes to load: check this before
     clock.lap("devices")
-    with loading_bar(answer.check) as progress:
+    with loading_bar(interrupts.check) as progress:
         answer.muse = muse = muse_jax.load(
             args.checkpoint,
             mesh=mesh,
@@ -217,12 +261,13 @@ def write_answer(args: argparse.Namespace, answer: Answer) -> None:
         if not answer.text:
             clock.lap("first token")
         emit(answer, piece)
-        answer.check()
+        interrupts.check()
+    end_line(answer)
     if args.verbose:
         note(f"start-up: {clock}")
     if generation.accepted and (args.json or args.verbose):  # compiles the draft on its own
         answer.seconds_draft = generation.draft_seconds()
-        answer.check()
+        interrupts.check()
 
 
 class Clock:
@@ -242,14 +287,21 @@ class Clock:
 
 def emit(answer: Answer, piece: str) -> None:
     answer.text += piece
+    if piece:
+        answer.line_open = not piece.endswith("\n")
     sys.stdout.write(piece)
     sys.stdout.flush()
 
 
+def end_line(answer: Answer) -> None:
+    if answer.line_open:
+        answer.line_open = False
+        print(flush=True)
+
+
 def print_figures(args: argparse.Namespace, answer: Answer) -> None:
     """Ends the text's line and reports: figures for people on stderr, for programs as the last line of stdout."""
-    if answer.text and not answer.text.endswith("\n"):
-        print(flush=True)
+    end_line(answer)
     figures = answer.figures()
     parts = [f"{figures['prompt_tokens']} prompt tokens", f"{figures['new_tokens']} new tokens"]
     if figures["new_tokens"]:
@@ -451,10 +503,16 @@ def tree_size(text: str) -> int:
     return int(text)
 
 
+def directory(text: str) -> Path:
+    if not text:
+        raise argparse.ArgumentTypeError("'': expected a directory")
+    return Path(text)
+
+
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add("--checkpoint", type=Path, default=BUNDLED, help="directory in Hugging Face layout (default: the bundled muse_tiny)")
+    add("--checkpoint", type=directory, default=BUNDLED, help="directory, Hugging Face layout (default: the bundled muse_tiny)")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", help="text to continue, or with --chat to answer")
     prompt.add_argument("--prompt-file", metavar="FILE", help="file of the prompt; - for stdin, which is also read if piped")
@@ -469,7 +527,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--min-p", type=float, default=0.0, metavar="P", help="draw from tokens of at least P times the highest probability")
     add("--seed", type=int, default=0, help="same seed, same text (default: 0)")
     draft = parser.add_mutually_exclusive_group()
-    draft.add_argument("--draft", type=Path, metavar="DIR", help="DFlash2 draft (default: `draft` in the checkpoint, if there)")
+    draft_help = "DFlash2 draft (default: `draft` in the checkpoint, if there)"
+    draft.add_argument("--draft", type=directory, metavar="DIR", help=draft_help)
     draft.add_argument("--no-draft", action="store_true", help="one token a step, without the checkpoint's draft")
     add("--tree-size", type=tree_size, metavar="N", help="nodes a step verifies, 2 to 32 (default: 16)")
     add("--chain", nargs="?", choices=CHAINS, const="greedy", help=CHAIN_HELP)
@@ -503,9 +562,4 @@ def speculation(args: argparse.Namespace) -> str | None:
 
 
 if __name__ == "__main__":
-    exit_code = main()
-    if exit_code == INTERRUPTED:
-        # A compilation may still be running in XLA's threads; the ordinary exit would take the ground from under it.
-        sys.stdout.flush()
-        os._exit(exit_code)
-    sys.exit(exit_code)
+    leave(main())

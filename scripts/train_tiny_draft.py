@@ -14,7 +14,11 @@ import collections
 import dataclasses
 import functools
 import math
+import os
+import re
 import sys
+import tempfile
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -547,6 +551,22 @@ def fit(trainer: Trainer, texts: Texts, held_out: Texts) -> Fit:
     return best
 
 
+def check_saves(params: dict, config_json: dict[str, Any], directory: Path) -> None:
+    """Saves a draft on trial: what `save_draft` refuses should not wait for the end of the training.
+
+    Raises: InputError, CheckpointError or OSError.
+    """
+    if directory.exists() and not directory.is_dir():
+        raise InputError(f"{directory}: not a directory, and the draft's shall be written there")
+    if config_json["dtype"] != "bfloat16":
+        raise InputError(f"dtype = {config_json['dtype']!r}: the draft is saved in bfloat16")
+    if directory.exists() and not os.access(directory, os.W_OK | os.X_OK):
+        raise InputError(f"{directory}: may not be written to")
+    # `save_draft` writes beside the directory, whose place a link may set, before it moves files there.
+    with tempfile.TemporaryDirectory(prefix=".draft.", dir=directory.resolve().parent) as trial:
+        save_draft(params, config_json, Path(trial, "draft"), dtype=jnp.bfloat16)
+
+
 def train_draft(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Stage `draft`: writes texts, trains on them, measures, and writes the draft with its card into `<output>/draft`."""
     started = time.perf_counter()
@@ -562,6 +582,8 @@ def train_draft(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     target_parameters = sum(spec.size for spec in text_tensors(target))
     params, _ = load_text_params(args.output, target, dtype=compute_dtype())
     trainer = Trainer(target, params, config, tokenizer, args, console)
+    directory = args.output / "draft"
+    check_saves(trainer.state.params, config_json, directory)
 
     encoded = encode(tokenizer, problems)
     train_questions, held_out_questions = encoded[: -args.held_out], encoded[-args.held_out :]
@@ -615,7 +637,6 @@ def train_draft(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         "seconds_training": training_seconds,
         "seconds_total": time.perf_counter() - started,
     }
-    directory = args.output / "draft"
     save_draft(best.params, config_json, directory, dtype=jnp.bfloat16)
     write_log(directory / "training_log.csv", best.log)
     (directory / "README.md").write_text(model_card(results, config, args), encoding="utf-8")
@@ -658,9 +679,10 @@ def parse_arguments(argv: Sequence[str]) -> argparse.Namespace:
     add("--config", type=setting, nargs="+", default=[], metavar="KEY=VALUE", help="fields of config.json, values as JSON")
     add("--json", action="store_true", help="print the results as one JSON object, the last line")
     args = parser.parse_args(argv)
-    for name, high in (("cut", 1), ("average", 1)):
-        if not 0 <= getattr(args, name) <= high:
-            parser.error(f"--{name} {getattr(args, name)}: allowed are 0 to {high}")
+    if not 0 <= args.cut <= 1:
+        parser.error(f"--cut {args.cut}: allowed are 0 to 1")
+    if not 0 <= args.average < 1:  # 1 would ship the first values
+        parser.error(f"--average {args.average}: allowed are 0 and above, below 1")
     for name in ("gamma", "teacher_temperature"):
         if not getattr(args, name) > 0:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: must be above 0")
@@ -677,7 +699,7 @@ def model_card(results: dict[str, Any], config: DraftConfig, args: argparse.Name
     )
     temperatures = ", ".join(f"{temperature:g}" for temperature in ANSWER_TEMPERATURES)
     layers = " and ".join(f"{count} {kind}" for kind, count in collections.Counter(map(str, config.layer_types)).items())
-    return f"""\
+    card = f"""\
 ---
 license: apache-2.0
 language: en
@@ -705,10 +727,10 @@ tokens.
 - Text: {results["texts"]} texts that {args.output.name} wrote itself, with {results["answer_tokens"]} tokens of answers, and
   nothing else. Their questions begin as problems of GSM8K's `train.jsonl` do (Cobbe et al., arXiv 2110.14168; OpenAI, MIT
   licence); of {args.cut:.0%} of them the target invents the end, at temperature 1. The temperatures of the answers are
-  {temperatures}, in equal shares.
+  {temperatures}, in equal shares. A text, question and answer, ends at {args.length} tokens, finished or not.
 - {results["steps"]} steps of {args.batch} texts with {args.anchors} blocks each, AdamW. Loss: divergence of the draft from the
   target's distribution at temperature {args.teacher_temperature:g}, and cross-entropy of the selector towards the target's
-  choice; position i weighs exp(-(i - 1) / {args.gamma:g}). What is shipped is a running average of the weights.
+  choice; position i weighs exp(-(i-1)/{args.gamma:g}). What is shipped is a running average of the weights.
 - The weights are those of step {results["best_step"]}, where the target's answers to the last
   {results["held_out_problems"]} problems of `train.jsonl`, held out for this, took the fewest verifications with a tree.
   `training_log.csv` has the others. `dev.jsonl`, problems of GSM8K's test split, chose nothing.
@@ -741,3 +763,22 @@ among the {config.selector_top_k} candidates in {held_out["recall"]:.1%} and {de
 |---|---|---|
 {recall}
 """
+    return wrap(card)
+
+
+def wrap(markdown: str) -> str:
+    """Fills paragraphs and list items to 128 columns; front matter, headings, tables and code stay as they are."""
+
+    def fill(text: str, indent: str) -> str:
+        return textwrap.fill(
+            " ".join(text.split()), 128, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+
+    blocks = []
+    for block in markdown.removesuffix("\n").split("\n\n"):
+        if block.startswith("- "):
+            block = "\n".join(fill(item, "  ") for item in re.split(r"\n(?=- )", block))
+        elif not block.startswith(("---", "#", "|", "```")):
+            block = fill(block, "")
+        blocks.append(block)
+    return "\n\n".join(blocks) + "\n"

@@ -1,8 +1,13 @@
 """scripts/bench_acceptance.py: what it measures and compares, its arguments and its files."""
 
+import contextlib
 import importlib.util
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -218,7 +223,7 @@ def test_table_says_what_the_figures_mean(measured, capsys):
 
 def test_png(measured, arguments, monkeypatch, tmp_path):
     pytest.importorskip("matplotlib", reason="--png draws with matplotlib")
-    monkeypatch.setattr(bench_acceptance, "bench", lambda args: measured)
+    monkeypatch.setattr(bench_acceptance, "bench", lambda *_: measured)
     assert bench_acceptance.main([*arguments, "--png", str(tmp_path / "a.png")]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert [path.name for path in tmp_path.iterdir()] == ["a.png"]
@@ -227,10 +232,71 @@ def test_png(measured, arguments, monkeypatch, tmp_path):
 def test_png_without_matplotlib(arguments, monkeypatch, capsys, tmp_path):
     """Said before anything is measured."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(bench_acceptance, "bench", lambda args: pytest.fail("measured first"))
+    monkeypatch.setattr(bench_acceptance, "bench", lambda *_: pytest.fail("measured first"))
     assert bench_acceptance.main([*arguments, "--png", str(tmp_path / "a.png")]) == 2
     expected = "bench_acceptance.py: --png: matplotlib is not installed: pip install -e '.[plot]'\n"
     assert capsys.readouterr().err == expected
+
+
+def test_png_of_answers_without_steps(measured):
+    """As with --max-new-tokens 1; matplotlib would warn of a legend of nothing."""
+    pytest.importorskip("matplotlib", reason="--png draws with matplotlib")
+    row = bench_acceptance.summarize(Setting(Speculation.TREE, 16, 0.0), Run([[1]], [[]]), None, None)
+    assert bench_acceptance.draw(measured | {"runs": [row]}).startswith(b"\x89PNG\r\n")
+
+
+@pytest.mark.parametrize(("stdout", "code"), [("full", 2), ("pipe", 141), ("closed", 0)])
+def test_files_are_written_whatever_becomes_of_stdout(measured, arguments, monkeypatch, tmp_path, capsys, stdout, code):
+    if stdout == "full":
+        stream = open("/dev/full", "w")  # noqa: SIM115 (closing it fails)
+    elif stdout == "pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+        stream = os.fdopen(writer, "w")
+    else:
+        stream = None
+    monkeypatch.setattr(bench_acceptance, "bench", lambda *_: measured)
+    monkeypatch.setattr("sys.stdout", stream)
+    try:
+        assert bench_acceptance.main([*arguments, "--json", str(tmp_path / "a.json")]) == code
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.close()
+    assert json.loads((tmp_path / "a.json").read_text()) == measured
+    assert capsys.readouterr().err.count("\n") == (stdout == "full")
+
+
+def test_one_file_that_fails_does_not_cost_the_rest(measured, arguments, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("matplotlib", reason="--png draws with matplotlib")
+    monkeypatch.setattr(bench_acceptance, "bench", lambda *_: measured)
+    assert bench_acceptance.main([*arguments, "--json", "/dev/full", "--png", str(tmp_path / "a.png")]) == 2
+    out, errors = capsys.readouterr()
+    assert errors == "bench_acceptance.py: /dev/full: No space left on device\n"
+    assert "tree 6" in out and (tmp_path / "a.png").exists()
+
+
+def test_links_are_followed_and_pipes_kept(monkeypatch, tmp_path):
+    for name, target in (("link", "file"), ("dangling", "later")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+    (tmp_path / "file").write_bytes(b"old")
+    for name, target in (("link", "file"), ("dangling", "later")):
+        bench_acceptance.check_output(tmp_path / name)
+        bench_acceptance.write_file(tmp_path / name, b"new")
+        assert (tmp_path / name).is_symlink() and (tmp_path / target).read_bytes() == b"new"
+        assert not (tmp_path / target).is_symlink()
+
+    os.mkfifo(tmp_path / "pipe")
+    with open(os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK), "rb") as reader:
+        bench_acceptance.check_output(tmp_path / "pipe")
+        bench_acceptance.write_file(tmp_path / "pipe", b"piped")
+        assert reader.read() == b"piped"
+    assert (tmp_path / "pipe").is_fifo()
+
+    with open(tmp_path / "out", "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        bench_acceptance.write_file(tmp_path / "out", b"first\n")  # as /dev/stdout
+        print("second", flush=True)
+    assert (tmp_path / "out").read_text() == "first\nsecond\n"
 
 
 def test_an_interrupted_write_leaves_what_was_there(monkeypatch, tmp_path):
@@ -255,8 +321,12 @@ def test_an_interrupted_write_leaves_what_was_there(monkeypatch, tmp_path):
         (["--modes", "off"], "--modes: invalid choice: 'off'"),
         (["--temperatures", "-1"], "--temperatures: '-1': expected a finite number of at least 0"),
         (["--modes", "sampled_chain", "--temperatures", "0"], "sampled_chain: needs a temperature above 0"),
-        (["--png", "missing/a.png"], "--png missing/a.png: expected a file in a directory that exists"),
-        (["--json", "missing/a.json"], "--json missing/a.json: expected a file in a directory that exists"),
+        (["--png", "missing/a.png"], "--png missing/a.png: cannot be written: No such file or directory"),
+        (["--json", "missing/a.json"], "--json missing/a.json: cannot be written: No such file or directory"),
+        (["--json", "/"], "--json /: cannot be written: Is a directory"),
+        (["--json", "/proc/a.json"], "--json /proc/a.json: cannot be written: "),
+        (["--json", "a.out", "--png", "./a.out"], "--json a.out: is the file of --png, too"),
+        (["--draft", ""], "--draft: '': expected a directory"),
         (["--limit", "0"], "--limit: '0': expected an integer above 0"),
     ],
 )
@@ -275,7 +345,9 @@ def test_arguments_that_do_not_parse(arguments, changed, message, capsys):
         (b'{"text": "a"}\n{"text"\n', "line 2: not JSON"),
         (b'{"text": "a"}\n["text"]\n', "line 2: expected an object with a string 'text'"),
         (b'{"text": 1}\n', "line 1: expected an object with a string 'text'"),
-        (b'{"text": "\xff"}\n', "utf-8"),
+        (b'\n{"text": "\xff"}\n', "line 2: not UTF-8 (byte 10 of the line)"),
+        (b'{"text": ' + b"9" * 6000 + b"}\n", "line 1: a number is too long"),
+        (b"[" * 200_000 + b"\n", "line 1: a number is too long, or values are nested too deeply"),
     ],
 )
 def test_prompts_that_cannot_be_used(arguments, content, message, tmp_path, capsys):
@@ -284,6 +356,11 @@ def test_prompts_that_cannot_be_used(arguments, content, message, tmp_path, caps
     assert bench_acceptance.main([*arguments, "--prompts", str(path)]) == 2
     errors = capsys.readouterr().err
     assert errors.startswith("bench_acceptance.py: ") and message in errors and errors.count("\n") == 1
+
+
+def test_blank_lines_are_no_prompts(tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('\n{"text": "a"}\n  \n{"text": "b"}\n{"text": "c"}\nnot read\n')
+    assert bench_acceptance.read_prompts(tmp_path / "prompts.jsonl", "text", 3) == ["a", "b", "c"]
 
 
 def test_a_draft_is_needed(prompts_file, checkpoint, capsys):
@@ -299,7 +376,7 @@ def test_chat_form_needs_a_template(arguments, capsys):
 
 def test_interrupt_and_failing_device(arguments, monkeypatch, capsys):
     def fail(error):
-        def bench(args):
+        def bench(*_):
             raise error
 
         monkeypatch.setattr(bench_acceptance, "bench", bench)
@@ -309,3 +386,31 @@ def test_interrupt_and_failing_device(arguments, monkeypatch, capsys):
     assert fail(KeyboardInterrupt()) == (130, "bench_acceptance.py: interrupted\n")
     code, errors = fail(jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory\nmore"))
     assert (code, errors) == (1, "bench_acceptance.py: the device failed: RESOURCE_EXHAUSTED: no memory\n")
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells by /proc when JAX is being imported")
+@pytest.mark.parametrize("compiling", [False, True], ids=["imports", "compilation"])
+def test_interrupt_ends_cleanly(prompts_file, compiling):
+    """While JAX is imported, which bears no exception, and while XLA's threads compile the bundled model."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background, which would be inherited
+    try:
+        process = subprocess.Popen(
+            [sys.executable, bench_acceptance.__file__, "--prompts", str(prompts_file), "--field", "text"],
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "JAX_LOG_COMPILES": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with process:
+        if compiling:
+            assert any("Compiling jit(" in line and "prefill" in line for line in process.stderr)
+            time.sleep(0.5)  # of about three seconds
+        else:
+            while "jaxlib" not in Path(f"/proc/{process.pid}/maps").read_text():
+                time.sleep(0.001)
+        process.send_signal(signal.SIGINT)
+        out, errors = process.communicate(timeout=120)
+    assert (process.returncode, out) == (130, "")
+    assert errors.endswith("bench_acceptance.py: interrupted\n") and "Traceback" not in errors

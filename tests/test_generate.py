@@ -232,6 +232,28 @@ def test_interrupt_keeps_the_text_and_reports_it(start):
     assert "interrupted" in errors and "Traceback" not in errors
 
 
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells by /proc when JAX is being imported")
+def test_interrupt_waits_for_the_imports(start):
+    """An exception inside JAX's C++ initialisers ends the process at once."""
+    process = start("--prompt", PROMPT, "--json")
+    while "jaxlib" not in Path(f"/proc/{process.pid}/maps").read_text():
+        time.sleep(0.001)
+    process.send_signal(signal.SIGINT)
+    out, errors, code = finish(process)
+    assert (code, json.loads(out)["finish_reason"]) == (130, "interrupted"), errors
+    assert errors.count("\n") == 1
+
+
+def test_held_interrupts_are_raised_afterwards():
+    interrupts, held = generate.Interrupts(), []
+    with pytest.raises(KeyboardInterrupt), interrupts.raised():
+        with interrupts.held():
+            signal.raise_signal(signal.SIGINT)
+            held.append(interrupts.arrived)
+        pytest.fail("not raised")
+    assert held == [True]
+
+
 @pytest.mark.parametrize("seconds", [0.5, 1.5])
 def test_interrupt_while_compiling_ends_cleanly(start, seconds):
     process = start("--json", "--no-compilation-cache")
@@ -245,7 +267,7 @@ def test_interrupt_while_compiling_ends_cleanly(start, seconds):
 
 
 def test_interrupt_that_an_import_turns_into_its_own_error(monkeypatch, capsys):
-    def write_answer(args, answer):
+    def write_answer(args, answer, interrupts):
         try:
             signal.raise_signal(signal.SIGINT)
         except KeyboardInterrupt:
@@ -264,7 +286,7 @@ def test_ignored_interrupts_stay_ignored():
     """As nohup and shells ask of programs in the background."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with generate.Answer().interruptible():
+        with generate.Interrupts().raised():
             assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
@@ -314,13 +336,22 @@ def test_sample_question_in_chat_form_is_streamed(model_dir, monkeypatch, capsys
         emit(answer, piece)
         writes.append((recorder.getvalue(), recorder.flushed))
 
+    notes, report = [], generate.report
+
+    def record_note(line):
+        report(line)
+        notes.append((line, recorder.getvalue()))
+
     monkeypatch.setattr(generate, "emit", record)
+    monkeypatch.setattr(generate, "report", record_note)
     assert run(monkeypatch, "--checkpoint", str(model_dir), "--max-new-tokens", "8", "--json", "--verbose") == 0
     answer = split_json(recorder.getvalue())[1]
     assert len(writes) > 1
     lengths, flushes = [len(text) for text, _ in writes], [count for _, count in writes]
     assert lengths == sorted(set(lengths)) and flushes == list(range(1, len(writes) + 1))
     assert writes[-1][0] == answer["text"]
+    assert not answer["text"].endswith("\n")  # or the next line shows nothing
+    assert [text for line, text in notes if "start-up: " in line] == [answer["text"] + "\n"]
     rendered = train_tiny.prompt_text(generate.SAMPLE_QUESTION)
     tokens = Tokenizer.from_directory(model_dir).encode(rendered, add_special_tokens=False)
     assert answer["prompt_tokens"] == len(tokens)
@@ -356,6 +387,7 @@ def test_chat_renders_the_template_with_what_was_given(model_dir):
         (["--tree-size", "33"], "--tree-size: '33': expected an integer from 2 to 32"),
         (["--tree-size", "1"], "--tree-size: '1': expected an integer from 2 to 32"),
         (["--chain", "random"], "--chain: invalid choice: 'random'"),
+        (["--draft", ""], "--draft: '': expected a directory"),
         (["--no-draft", "--draft", "d"], "--draft: not allowed with argument --no-draft"),
         (["--no-draft", "--chain"], "--chain needs a draft: not allowed with --no-draft"),
         (["--tree-size", "8", "--no-draft"], "--tree-size needs a draft: not allowed with --no-draft"),

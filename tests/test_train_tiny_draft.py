@@ -5,6 +5,7 @@ import csv
 import functools
 import io
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -293,6 +294,7 @@ def test_run_writes_a_draft(run, target):
         assert np.all(np.isfinite(x)) and np.any(x), path
     raw = json.loads((directory / "config.json").read_text())
     assert raw["use_sliding_window"] is True and raw["num_target_layers"] == 2
+    assert not list(target.glob(".draft*"))  # of the trial
 
 
 def test_training_lowers_the_loss(run):
@@ -343,6 +345,7 @@ def test_model_card_shows_the_measurements(run, target):
     card = (directory / "README.md").read_text()
     for name in ("chain", "tree", "oracle"):
         assert f"| {name} | {results['held_out'][name]:.2f} | {results['dev'][name]:.2f} |" in card
+    assert "ends at 64 tokens" in " ".join(card.split())
     assert "--stage draft" in card and "--config num_hidden_layers=1" in card
     assert str(target.parent) not in card
 
@@ -353,6 +356,7 @@ def test_model_card_shows_the_measurements(run, target):
         (["--room=8"], "--room 8: there are questions of"),
         (["--held-out=12"], "--held-out 12: "),
         (["--config", "block_size=99"], "block_size = 99: expected an integer from 2 to 16"),
+        (["--config", 'dtype="float32"'], "dtype = 'float32': the draft is saved in bfloat16"),
         (["--config", "target_layer_ids=[2]"], "target_layer_ids = [2]: must be below"),
     ],
 )
@@ -362,10 +366,38 @@ def test_bad_input(target, capsys, flags, message):
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(("place", "message"), [("file", "draft: not a directory"), ("link", "/proc/")])
+def test_places_that_no_draft_can_be_saved_in(target, capsys, monkeypatch, tmp_path, place, message):
+    """Said before anything is written or trained."""
+    monkeypatch.setattr(train_tiny_draft.Trainer, "write", lambda *_: pytest.fail("wrote first"))
+    output = shutil.copytree(target, tmp_path / "muse_small", ignore=shutil.ignore_patterns("draft"))
+    if place == "file":
+        (output / "draft").touch()
+    else:
+        (output / "draft").symlink_to("/proc/draft")  # not even root may write there
+    with jax.numpy_dtype_promotion("standard"):
+        assert train_tiny.main(command(target, f"--output={output}")) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1 and message in errors[0]
+
+
+def test_cards_are_filled():
+    long = "word " * 40
+    card = (
+        f"---\na: b\n---\n\n# Title\n\none\n{long}\n\n- two\n  {long}\n- three\n\n```bash\n{long}\n```\n\n| a |\n|---|\n| b |\n"
+    )
+    lines = train_tiny_draft.wrap(card).splitlines()
+    assert lines[:6] == ["---", "a: b", "---", "", "# Title", ""]
+    assert lines[6] == "one" + 25 * " word" and lines[7] == "word " * 14 + "word"
+    assert lines[9] == "- two" + 24 * " word" and lines[10] == "  " + "word " * 15 + "word" and lines[11] == "- three"
+    assert lines[13:16] == ["```bash", long, "```"] and lines[17:] == ["| a |", "|---|", "| b |"]
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         (["--cut=2"], "--cut 2.0: allowed are 0 to 1"),
+        (["--average=1"], "--average 1.0: allowed are 0 and above, below 1"),
         (["--gamma=0"], "--gamma 0.0: must be above 0"),
         (["--steps=0"], "0: expected an integer above 0"),
         (["--widths=8"], "unrecognized arguments: --widths=8"),
