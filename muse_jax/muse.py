@@ -388,6 +388,7 @@ class Generation:
 
     def _run(self) -> Iterator[str]:
         done = self._take(self._out)
+        self.accepted.clear()  # the first token is not the work of a step
         self.seconds_prefill = time.perf_counter() - self._began
         piece = self._decoder.push(self.tokens)
         if piece:
@@ -399,7 +400,6 @@ class Generation:
             out, pending = pending, self._step()
             before = len(self.tokens)
             done = self._take(out)
-            self.accepted.append(int(out.accepted[0]))
             self.seconds_decode = time.perf_counter() - began
             piece = self._decoder.push(self.tokens[before:])
             if piece:
@@ -415,9 +415,10 @@ class Generation:
 
     def _take(self, out: StepOutput) -> bool:
         """Reads a step's output (this waits for the device). Returns whether the text is finished."""
-        count, tokens, done = jax.device_get((out.count, out.tokens, out.done))
-        self.tokens.extend(tokens[0, : count[0]].tolist())
-        return bool(done[0])
+        out = jax.device_get(out)  # all of it: an index into an array of the device would queue behind the next step
+        self.tokens.extend(out.tokens[0, : out.count[0]].tolist())
+        self.accepted.append(int(out.accepted[0]))
+        return bool(out.done[0])
 
 
 def _power_of_two(n: int) -> int:
