@@ -38,7 +38,7 @@ NO_TOKEN = -1  # fills `StepOutput.tokens` beyond `count`
     data_fields=["params", "draft_params"],
     meta_fields=["graph", "draft_graph", "speculation", "num_rows", "valid_vocab"],
 )
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Model:
     """A loaded target and its draft as a plain pytree: arrays in nested dicts (cheap to flatten), everything else static.
 
@@ -225,7 +225,8 @@ def first_token(
 def decode(model: Model, state: DecodeState) -> tuple[DecodeState, StepOutput]:
     """One step: each unfinished sequence emits the accepted tokens and the one after them.
 
-    A pure function; jit it with `donate_argnames="state"`. The state it is given cannot be used again.
+    A pure function. Jit it with `donate_argnames="state"`, so that the caches are updated in place; a state that was donated
+    cannot be used again.
     """
     return decode_and_trace(model, state)[:2]
 

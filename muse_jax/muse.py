@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import os
 import statistics
 import time
@@ -146,7 +147,7 @@ def _find_draft(path: str | Path, draft: str | Path | None, speculation: str | N
     return None
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, repr=False)
 class Muse:
     """A loaded checkpoint. `model` is the pytree that `muse_jax.decode` takes; `draft_config` and `tokenizer` are None if
     there was none."""
@@ -165,6 +166,15 @@ class Muse:
         self._prefill_chunk = jax.jit(decoding.prefill_chunk, donate_argnames=("caches", "last"))
         self._first_token = jax.jit(decoding.first_token, donate_argnames="caches")
         self._decode = jax.jit(decoding.decode, donate_argnames="state")
+
+    def __repr__(self) -> str:
+        layers, width, devices = (
+            self.config.num_hidden_layers,
+            self.config.hidden_size,
+            1 if self.mesh is None else self.mesh.size,
+        )
+        speculation = f"{self.model.speculation} of {self.model.num_rows}" if self.draft_config else "no draft"
+        return f"Muse({layers} layers of {width}, {self.model.module.dtype}, {speculation}, {self.backend}, devices={devices})"
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -264,8 +274,10 @@ class Muse:
 
         Args:     prompt: text, or token ids.  settings: those of `prefill`.
         Returns:  an iterator of pieces of text; it also collects tokens, finish reason and times.
-        Raises:   ValueError if there is no tokenizer, or as `prefill` does.
+        Raises:   ValueError if there is no tokenizer, or as `prefill` does; TypeError for a setting that it does not have.
         """
+        if unknown := settings.keys() - inspect.signature(self.prefill).parameters.keys():
+            raise TypeError(f"generate has no setting {', '.join(map(repr, sorted(unknown)))}: allowed are those of prefill")
         if self.tokenizer is None:
             raise ValueError("this checkpoint has no tokenizer.json: use prefill and decode with token ids")
         tokens = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -342,17 +354,20 @@ class Generation:
     """One answer while it is being written: iterate for its text.
 
     tokens: ids emitted so far, the stop token included.  finish_reason: None until the end, then "stop" or "length".
-    accepted: of every decode step the tokens it accepted, one of them the target's own (before clipping at the end).
-    prompt_tokens; seconds_prefill, until the first token was there; seconds_decode, of all further ones
-    (compilation not included).
+    accepted, step_seconds: of every decode step the tokens it accepted, one of them the target's own (before clipping at the
+    end), and what it took, compilation not included. The first step of a process also takes what XLA sets up when it runs a
+    program for the first time (0.2 s for a tree step of muse_tiny on a CPU).
+    prompt_tokens; seconds_prefill, until the first token was there.
     """
 
     def __init__(self, muse: Muse, prompt: list[int], settings: dict[str, Any]):
         self.prompt_tokens = len(prompt)
         self.tokens: list[int] = []
         self.accepted: list[int] = []
+        self._counts: list[int] = []  # tokens that each step committed
         self.finish_reason: str | None = None
-        self.seconds_prefill = self.seconds_decode = 0.0
+        self.step_seconds: list[float] = []
+        self.seconds_prefill = 0.0
         stops = settings.get("stop_token_ids")
         self._stops = muse.stop_token_ids if stops is None else stops
         self._muse = muse
@@ -362,10 +377,22 @@ class Generation:
         self._text = self._run()
 
     @property
+    def seconds_decode(self) -> float:
+        """Of all steps."""
+        return sum(self.step_seconds)
+
+    @property
+    def seconds_step(self) -> float | None:
+        """The median step, the first one aside where there are others; None without steps."""
+        return statistics.median(self.step_seconds[1:] or self.step_seconds) if self.step_seconds else None
+
+    @property
     def tokens_per_second(self) -> float | None:
-        """Of the tokens after the first one; None if there is none."""
-        later = len(self.tokens) - 1
-        return later / self.seconds_decode if later > 0 and self.seconds_decode > 0 else None
+        """Of the steps after the first, or of that one where there are no others; None without steps."""
+        if not self.step_seconds:
+            return None
+        skipped = 1 if len(self.step_seconds) > 1 else 0
+        return sum(self._counts[skipped:]) / sum(self.step_seconds[skipped:])
 
     @property
     def acceptance_length(self) -> float | None:
@@ -387,8 +414,7 @@ class Generation:
         return self._muse.draft_seconds(self._state, repeats)
 
     def _run(self) -> Iterator[str]:
-        done = self._take(self._out)
-        self.accepted.clear()  # the first token is not the work of a step
+        done, _ = self._take(self._out)
         self.seconds_prefill = time.perf_counter() - self._began
         piece = self._decoder.push(self.tokens)
         if piece:
@@ -399,8 +425,11 @@ class Generation:
         while not done:
             out, pending = pending, self._step()
             before = len(self.tokens)
-            done = self._take(out)
-            self.seconds_decode = time.perf_counter() - began
+            done, accepted = self._take(out)
+            began, previous = time.perf_counter(), began
+            self.accepted.append(accepted)
+            self._counts.append(len(self.tokens) - before)
+            self.step_seconds.append(began - previous)
             piece = self._decoder.push(self.tokens[before:])
             if piece:
                 yield piece
@@ -413,12 +442,11 @@ class Generation:
         self._state, out = self._muse.decode(self._state)
         return out
 
-    def _take(self, out: StepOutput) -> bool:
-        """Reads a step's output (this waits for the device). Returns whether the text is finished."""
+    def _take(self, out: StepOutput) -> tuple[bool, int]:
+        """Reads a step's output (this waits for the device). Returns whether the text is finished, and what was accepted."""
         out = jax.device_get(out)  # all of it: an index into an array of the device would queue behind the next step
         self.tokens.extend(out.tokens[0, : out.count[0]].tolist())
-        self.accepted.append(int(out.accepted[0]))
-        return bool(out.done[0])
+        return bool(out.done[0]), int(out.accepted[0])
 
 
 def _power_of_two(n: int) -> int:

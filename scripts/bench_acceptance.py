@@ -451,7 +451,8 @@ def draw(results: dict[str, Any]) -> bytes:
                 counts = collections.Counter({int(count): steps for count, steps in row["accepted_histogram"].items()})
                 x = range(1, max(counts) + 1)
                 axes.plot(x, [counts[count] / row["steps"] for count in x], marker=".", label=label(row))
-        axes.set(xlim=(0.5, most + 0.5), xticks=range(1, most + 1), ylim=(0, 1))
+        axes.set(xlim=(0.5, most + 0.5), xticks=range(1, most + 1))
+        axes.set_ylim(bottom=0)
         axes.set(xlabel="tokens accepted by a step", ylabel="share of steps", title=f"T = {temperature:g}")
         if axes.lines:
             axes.legend()

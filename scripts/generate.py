@@ -129,7 +129,7 @@ class Answer:
         muse, generation = self.muse, self.generation
         tokens, steps = ([], 0) if generation is None else (generation.tokens, len(generation.accepted))
         drafted = muse is not None and muse.draft_config is not None
-        seconds_step = generation.seconds_decode / steps if steps else None
+        seconds_step = None if generation is None else generation.seconds_step
         return {
             "text": self.text,
             "tokens": tokens,
@@ -143,6 +143,7 @@ class Answer:
             "steps": steps,
             "acceptance_length": None if generation is None else generation.acceptance_length,
             "accepted_histogram": histogram(generation.accepted) if drafted and steps else None,
+            "seconds_step": seconds_step,
             "seconds_draft": self.seconds_draft,
             "seconds_verify": None if self.seconds_draft is None else max(0.0, seconds_step - self.seconds_draft),
             "speculation": None if muse is None else str(muse.model.speculation),
@@ -538,7 +539,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--devices", type=positive_int, metavar="N", help="share the work among N devices; virtual ones on a CPU")
     add("--no-compilation-cache", dest="compilation_cache", action="store_false", help="compile anew")
     add("--json", action="store_true", help="end stdout with a line that holds text, tokens and figures as a JSON object")
-    add("--verbose", action="store_true", help="report versions, devices and the times of the start-up on stderr")
+    add("--verbose", action="store_true", help="report versions, devices and times; this and --json also time the draft alone")
     args = parser.parse_args(argv)
     if not args.chat:
         for option, value in (("--system", args.system), ("--reasoning-effort", args.reasoning_effort)):

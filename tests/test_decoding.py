@@ -285,7 +285,7 @@ class TestStep:
             ValueError, match=r"^decode takes a batch as it is, without jax.vmap: give several prompts to prefill"
         ):
             jax.vmap(muse_jax.decode, in_axes=(None, 0))(muse.model, state)
-        with pytest.raises(ValueError, match=r"^decode chooses tokens and has no derivative: differentiate the logits .*$"):
+        with pytest.raises(ValueError, match=r"^decode chooses tokens and has no derivative: differentiate the logits"):
             jax.grad(muse_jax.decode)(muse.model, state)
 
 

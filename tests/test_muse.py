@@ -213,9 +213,22 @@ class TestGenerate:
         assert len(written.tokens) == 20 and written.finish_reason == "length"
         assert text == muse.tokenizer.decode(written.tokens)
         assert written.prompt_tokens == len(PROMPT)
-        assert written.seconds_prefill > 0 and written.seconds_decode > 0
-        assert written.tokens_per_second == 19 / written.seconds_decode
+        assert written.seconds_prefill > 0 and written.seconds_decode == sum(written.step_seconds)
+        assert written.accepted == [1] * 19 and len(written.step_seconds) == 19
+        assert written.tokens_per_second == 18 / sum(written.step_seconds[1:])
+        assert written.seconds_step == np.median(written.step_seconds[1:])
+        single = muse.generate(PROMPT, max_new_tokens=2, stop_token_ids=[263])
+        "".join(single)
+        assert single.tokens_per_second == 1 / single.seconds_step == 1 / single.seconds_decode
         assert list(written) == []  # used up
+
+    def test_unknown_setting(self, muse):
+        with pytest.raises(TypeError, match=r"^generate has no setting 'temprature': allowed are those of prefill$"):
+            muse.generate(PROMPT, temprature=1)
+
+    def test_repr_is_short(self, muse):
+        assert repr(muse) == "Muse(2 layers of 64, float32, no draft, xla, devices=1)"
+        assert len(repr(muse.model)) < 200
 
     def test_ids_as_prompt(self, muse):
         ids = muse.tokenizer.encode(PROMPT)
@@ -262,10 +275,6 @@ class TestGenerate:
         for prompt in ("", []):
             with pytest.raises(ValueError, match="every sequence needs at least one token"):
                 muse.generate(prompt)
-
-    def test_unknown_setting(self, muse):
-        with pytest.raises(TypeError, match="beams"):
-            muse.generate(PROMPT, beams=4)
 
 
 def test_hf_numerics_in_bfloat16(checkpoint):
