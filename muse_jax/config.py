@@ -46,8 +46,26 @@ def default_layer_uses_rope(num_layers: int) -> tuple[bool, ...]:
     return tuple(not _is_global(i, num_layers) for i in range(num_layers))
 
 
+class AttentionSizes:
+    """What follows from the attention fields that a target's config and a draft's have in common."""
+
+    @property
+    def q_size(self) -> int:
+        """Rows of q_proj, and of a target's output gate, N * H."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Rows of k_proj and of v_proj, K * H."""
+        return self.num_key_value_heads * self.head_dim
+
+    def window(self, layer_idx: int) -> int | None:
+        """Keys visible to the layer, its own included; None for a global layer."""
+        return self.sliding_window if self.layer_types[layer_idx] == AttentionKind.SLIDING else None
+
+
 @dataclasses.dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(AttentionSizes):
     """A text decoder; the defaults are Muse Spark Open 816B-A42B. Field names are those of the HF `text_config`."""
 
     vocab_size: int = 202_048  # rows of the embedding and of lm_head; the tokenizer may know fewer
@@ -86,20 +104,6 @@ class ModelConfig:
     @property
     def q_heads_per_kv_head(self) -> int:
         return self.num_attention_heads // self.num_key_value_heads
-
-    @property
-    def q_size(self) -> int:
-        """Rows of q_proj and of the output gate, N * H."""
-        return self.num_attention_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Rows of k_proj and of v_proj, K * H."""
-        return self.num_key_value_heads * self.head_dim
-
-    def window(self, layer_idx: int) -> int | None:
-        """Keys visible to the layer, its own included; None for a global layer."""
-        return self.sliding_window if self.layer_types[layer_idx] == AttentionKind.SLIDING else None
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:

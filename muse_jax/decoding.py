@@ -23,7 +23,7 @@ from flax import nnx
 
 from muse_jax import tree
 from muse_jax.config import ModelConfig
-from muse_jax.draft import DFlash2, block_visibility
+from muse_jax.draft import DFlash2
 from muse_jax.kv_cache import DecodeContext, FullContext, KVCache, PrefillContext
 from muse_jax.model import MuseSpark
 from muse_jax.sampling import SamplingParams, choose
@@ -268,11 +268,7 @@ def propose_nodes(model: Model, state: DecodeState) -> tuple[Tree, jax.Array | N
         no_tokens = jnp.zeros((state.token.shape[0], 0), jnp.int32)
         return tree.chain(state.token, no_tokens, no_tokens.astype(jnp.float32)), None, None
     draft = model.draft
-    config = draft.config
-    batch = state.token.shape[0]
-    depth = jnp.broadcast_to(jnp.arange(config.block_size, dtype=jnp.int32)[None], (batch, config.block_size))
-    visible = tuple(jnp.broadcast_to(mask[None], (batch, *mask.shape)) for mask in block_visibility(config))
-    context = DecodeContext.create(state.draft_cache, state.length, depth, visible, config)
+    context = draft.block_context(state.draft_cache, state.length)
     block = draft.embed(state.token, model.params["embedding"])
     hidden = draft(block, context, state.draft_cache.layers)[:, 1:]
     ids, unary = draft.candidates(hidden, model.params["lm_head"], model.valid_vocab)
@@ -302,8 +298,7 @@ def _commit(
     draft = model.draft
     positions = state.length[:, None] + jnp.arange(path.shape[1], dtype=jnp.int32)[None, :]
     features = draft.context_keys_values(jnp.take_along_axis(taps, path[:, :, None], axis=1), positions)
-    heads_first = [tuple(x.transpose(0, 2, 1, 3) for x in pair) for pair in features]
-    return cache, state.draft_cache.commit(heads_first, start, draft.config)
+    return cache, state.draft_cache.commit(features, start, draft.config)
 
 
 def _emit(model: Model, state: DecodeState, tokens: jax.Array, accepted: jax.Array) -> tuple[DecodeState, StepOutput]:

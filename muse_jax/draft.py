@@ -18,7 +18,7 @@ from jax import lax
 from muse_jax import ops
 from muse_jax.config import AttentionKind
 from muse_jax.draft_config import DraftConfig
-from muse_jax.kv_cache import KV, DecodeContext
+from muse_jax.kv_cache import KV, DecodeContext, KVCache, heads_first
 from muse_jax.layout import draft_tensors
 from muse_jax.model import Parameters
 from muse_jax.numerics import SERVING, fp32, round_to
@@ -137,13 +137,21 @@ class DFlash2(nnx.Module):
 
         Args:     taps: [B, T, taps * D], outputs of the target's layers `config.target_layer_ids`, side by side.
                   positions: [B or 1, T] int32, of the tokens.
-        Returns:  a pair [B, T, K, H] per layer; keys are normed and rotated.
+        Returns:  a pair per layer in the order of the caches, [B, K, T, H]; keys are normed and rotated.
         """
         x = plain_norm(
             ops.linear(round_to(fp32(taps), self.dtype), self.fc[...]), self.hidden_norm, self.config.rms_norm_eps, self.dtype
         )
         rope = self._rope(positions)
-        return [layer.keys_values(x, rope) for layer in self.layers]
+        return [tuple(map(heads_first, layer.keys_values(x, rope))) for layer in self.layers]
+
+    def block_context(self, cache: KVCache, start: jax.Array) -> DecodeContext:
+        """What the rows of a block see. cache: of the draft.  start: [B] int32, committed positions, so the anchors'."""
+        rows = jnp.arange(self.config.block_size, dtype=jnp.int32)
+        depth, *visible = (
+            jnp.broadcast_to(x[None], (start.shape[0], *x.shape)) for x in (rows, *block_visibility(self.config))
+        )
+        return DecodeContext.create(cache, start, depth, tuple(visible), self.config)
 
     def embed(self, anchor: jax.Array, embedding: jax.Array) -> jax.Array:
         """The block before the first layer.

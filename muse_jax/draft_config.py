@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from muse_jax.config import AttentionKind, ConfigError, ModelConfig, integer_field, number_field, shown
+from muse_jax.config import AttentionKind, AttentionSizes, ConfigError, ModelConfig, integer_field, number_field, shown
 
 ARCHITECTURES = ("DFlash2DraftModel", "DFlash2BeamDraftModel", "MiniMaxDFlash2DraftModel")
 MAX_BLOCK_SIZE = 16
@@ -31,7 +31,7 @@ def default_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> t
 
 
 @dataclasses.dataclass(frozen=True)
-class DraftConfig:
+class DraftConfig(AttentionSizes):
     """A DFlash2 draft: a few Qwen3-style layers that read the target's hidden states and predict a block at once.
 
     It has no embedding and no lm_head of its own: it borrows the target's, without their norm, multiplier and soft cap.
@@ -74,18 +74,6 @@ class DraftConfig:
     @property
     def conv_groups(self) -> int:
         return self.hidden_size // self.conv_group_size
-
-    @property
-    def q_size(self) -> int:
-        return self.num_attention_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.num_key_value_heads * self.head_dim
-
-    def window(self, layer_idx: int) -> int | None:
-        """Keys visible to the layer, its own included; None for a full layer."""
-        return self.sliding_window if self.layer_types[layer_idx] == AttentionKind.SLIDING else None
 
     def causal(self, kind: AttentionKind) -> bool:
         """Whether the rows of a block see only earlier rows, in layers of this kind."""

@@ -57,10 +57,9 @@ class KVCache:
         return cls(layers, jnp.full((batch, ring), -1, jnp.int32))
 
     def fill(self, rows: list[KV], context: PrefillContext, config: Config) -> KVCache:
-        """Writes a chunk's rows. rows: a pair [B, T, K, H] per layer."""
+        """Writes a chunk's rows. rows: a pair [B, K, T, H] per layer."""
         layers = [
-            context.write(pair, _heads_first(k), _heads_first(v), config.window(i))
-            for i, (pair, (k, v)) in enumerate(zip(self.layers, rows, strict=True))
+            context.write(pair, *new, config.window(i)) for i, (pair, new) in enumerate(zip(self.layers, rows, strict=True))
         ]
         return KVCache(layers, context.ring_positions(self.ring_positions))
 
@@ -107,7 +106,7 @@ class FullContext:
 
     def attend(self, q, k, v, cache: None, window: int | None, scale: float, numerics: Numerics):
         """q: [B, T, N, H]; k, v: [B, T, K, H]; see the other contexts. Returns ([B, T, N, H] fp32, cache)."""
-        k, v = _heads_first(k), _heads_first(v)
+        k, v = heads_first(k), heads_first(v)
         if window is None:
             return attend_causal(q, k, v, scale, numerics), cache
         window = min(window, q.shape[1])
@@ -136,7 +135,7 @@ class PrefillContext:
         Args:     q: [B, T, N, H].  k, v: [B, T, K, H].  cache: the layer's pair.  window: None for a global layer.
         Returns:  [B, T, N, H] fp32 (rows of padding hold garbage), and the new pair.
         """
-        k, v = _heads_first(k), _heads_first(v)
+        k, v = heads_first(k), heads_first(v)
         if window is None:
             cache = self.write(cache, k, v, window)
             return attend_prefix(q, *cache, self.start, scale, numerics), cache
@@ -214,7 +213,7 @@ class DecodeContext:
 
     def attend(self, q, k, v, cache: KV, window: int | None, scale: float, numerics: Numerics):
         """Attends to the cache and the rows. As in PrefillContext, but returns the rows, [B, K, T, H], not a new cache."""
-        k, v = _heads_first(k), _heads_first(v)
+        k, v = heads_first(k), heads_first(v)
         if window is None:
             out = attend_committed(q, *cache, self.start, (k, v, self.rows_visible), scale, numerics)
         else:
@@ -255,6 +254,6 @@ def _index(row: int, slot: jax.Array) -> tuple:
     return jnp.int32(row), jnp.int32(0), slot, jnp.int32(0)
 
 
-def _heads_first(x: jax.Array) -> jax.Array:
+def heads_first(x: jax.Array) -> jax.Array:
     """[B, T, K, H] -> [B, K, T, H], the order of the caches."""
     return x.transpose(0, 2, 1, 3)

@@ -39,7 +39,7 @@ from muse_jax.attention import attend
 from muse_jax.config import AttentionKind, ModelConfig
 from muse_jax.draft import DFlash2, block_visibility
 from muse_jax.draft_config import DraftConfig
-from muse_jax.kv_cache import KV, FullContext, KVCache, PrefillContext
+from muse_jax.kv_cache import KV, FullContext, KVCache, PrefillContext, heads_first
 from muse_jax.layout import TensorSpec, draft_tensors, parameter_tree, text_tensors
 from muse_jax.model import MuseSpark
 from muse_jax.numerics import Numerics, fp32, round_to
@@ -168,7 +168,7 @@ class BlockContext:
 
     def attend(self, q, k, v, cache: KV, window: int | None, scale: float, numerics: Numerics):
         """cache: keys and values of the whole sequences, [B, K, T, H]. Returns [B * A, block_size, N, H] fp32, None."""
-        k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+        k, v = heads_first(k), heads_first(v)
         context = [jnp.repeat(x, self.anchors.shape[1], axis=0) for x in cache]
         slots = jnp.arange(cache[0].shape[2], dtype=jnp.int32)[None, None, :]
         seen = slots < self.anchors.reshape(-1, 1, 1)
@@ -185,7 +185,7 @@ def block_hidden(draft: DFlash2, embedding: jax.Array, tokens: jax.Array, taps: 
     Returns:  [B * A, P, D].
     """
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
-    caches = [(k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)) for k, v in draft.context_keys_values(taps, positions)]
+    caches = draft.context_keys_values(taps, positions)
     block = draft.embed(jnp.take_along_axis(tokens, anchors, axis=1).reshape(-1), embedding)
     return draft(block, BlockContext.create(anchors, draft.config), caches)[:, 1:]
 

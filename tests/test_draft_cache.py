@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 
 from muse_jax.config import AttentionKind
-from muse_jax.draft import DFlash2, block_visibility
+from muse_jax.draft import DFlash2
 from muse_jax.draft_config import DraftConfig
-from muse_jax.kv_cache import DecodeContext, KVCache, PrefillContext, ring_capacity
+from muse_jax.kv_cache import KVCache, PrefillContext, ring_capacity
 from muse_jax.layout import parameter_tree
 
 SLIDING, FULL = AttentionKind.SLIDING, AttentionKind.GLOBAL
@@ -69,7 +69,7 @@ compile_once = functools.partial(jax.jit, compiler_options={"xla_backend_optimiz
 
 @dataclasses.dataclass
 class WholeContext:
-    """Stands in for DecodeContext. A layer's cache is a pair [B, S, K, H], row = position; positions from `start` on hold
+    """Stands in for DecodeContext. A layer's cache is a pair [B, K, S, H], slot = position; positions from `start` on hold
     nothing yet."""
 
     config: DraftConfig
@@ -80,7 +80,7 @@ class WholeContext:
         return self.start[:, None] + jnp.arange(BLOCK)[None, :]
 
     def attend(self, q, k, v, cache, window, scale, numerics):
-        batch, size = q.shape[0], cache[0].shape[1]
+        batch, size = q.shape[0], cache[0].shape[2]
         kind = FULL if window is None else SLIDING
         causal = kind == SLIDING if self.config.is_causal is None else self.config.is_causal
         context = jnp.broadcast_to(jnp.arange(size)[None, :], (batch, size))
@@ -93,7 +93,8 @@ class WholeContext:
         if window is not None:
             visible &= jnp.abs(distance) < window
         groups = q.shape[2] // k.shape[2]
-        k, v = (jnp.repeat(jnp.concatenate(pair, axis=1), groups, axis=2) for pair in zip(cache, (k, v), strict=True))
+        context = (x.transpose(0, 2, 1, 3) for x in cache)
+        k, v = (jnp.repeat(jnp.concatenate(pair, axis=1), groups, axis=2) for pair in zip(context, (k, v), strict=True))
         scores = jnp.einsum("btnh,bsnh->bnts", q, k, precision="highest") * scale
         weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf), axis=-1)
         return jnp.einsum("bnts,bsnh->btnh", weights, v, precision="highest"), None
@@ -135,7 +136,7 @@ class Functions:
         @compile_once
         def commit(cache, taps, start):
             rows = self.model.context_keys_values(taps, start[:, None] + jnp.arange(TREE)[None, :])
-            return cache.commit([tuple(x.transpose(0, 2, 1, 3) for x in pair) for pair in rows], start, self.config)
+            return cache.commit(rows, start, self.config)
 
         return commit
 
@@ -143,9 +144,7 @@ class Functions:
     def hidden(self):
         @compile_once
         def hidden(cache, start, block):
-            depth = jnp.broadcast_to(jnp.arange(BLOCK)[None], block.shape[:2])
-            visible = tuple(jnp.broadcast_to(mask[None], (len(PROMPTS), *mask.shape)) for mask in block_visibility(self.config))
-            return self.model(block, DecodeContext.create(cache, start, depth, visible, self.config), cache.layers)
+            return self.model(block, self.model.block_context(cache, start), cache.layers)
 
         return hidden
 

@@ -17,9 +17,9 @@ from flax import nnx
 
 from checkpoints.hf import load_draft_params, load_text_params, read_config, read_draft_config, save_hf
 from muse_jax.config import ModelConfig
-from muse_jax.draft import DFlash2, block_visibility
+from muse_jax.draft import DFlash2
 from muse_jax.draft_config import DraftConfig
-from muse_jax.kv_cache import DecodeContext, FullContext, KVCache, PrefillContext
+from muse_jax.kv_cache import FullContext, KVCache, PrefillContext
 from muse_jax.layout import parameter_tree
 from muse_jax.model import MuseSpark
 from scripts import train_tiny, train_tiny_draft
@@ -125,16 +125,14 @@ def _block_hidden(graph: nnx.GraphDef, state: nnx.State, *inputs: jax.Array) -> 
 def test_blocks_of_training_are_those_of_serving(config, draft, inputs):
     """The same taps through caches and `DecodeContext`, one block at a time, in fp32."""
     embedding, tokens, taps, anchors = inputs
-    block = jnp.arange(config.block_size, dtype=jnp.int32)[None]
-    visible = tuple(x[None] for x in block_visibility(config))
 
     @jax.jit
     def serve(tokens: jax.Array, taps: jax.Array, start: jax.Array) -> jax.Array:
         cache = KVCache.empty(config, 1, LENGTH + config.block_size, config.block_size, jnp.float32)
         prefill = PrefillContext.create(jnp.int32(0), start[None], LENGTH)
         cache = cache.fill(draft.context_keys_values(taps[None], prefill.positions), prefill, config)
-        context = DecodeContext.create(cache, start[None], block, visible, config)
-        return draft(draft.embed(tokens[start][None], embedding), context, cache.layers)[0, 1:]
+        block = draft.embed(tokens[start][None], embedding)
+        return draft(block, draft.block_context(cache, start[None]), cache.layers)[0, 1:]
 
     served = [serve(tokens[row], taps[row], start) for row in range(2) for start in anchors[row]]
     # Sums of the softmax run over more hidden keys here and there: fp32 noise of values near 1.
