@@ -387,30 +387,15 @@ class TestSave:
         load(tmp_path)
 
     @pytest.mark.parametrize("call", range(1, 20))
-    def test_interrupted_save_leaves_the_old_one_or_nothing(self, tmp_path, rng, monkeypatch, call):
+    def test_interrupted_save_leaves_the_old_one_or_nothing(self, tmp_path, rng, interrupted, call):
         old, _ = load(write(tmp_path / "source", random_tensors(rng)))
         old["mask_embedding"] = jnp.ones(16)
         new = jax.tree.map(lambda leaf: -leaf, old)
         out = tmp_path / "out"
         save_draft(old, config_json(), out, dtype=F32)
-        count = 0
-
-        def stopping(function):
-            def wrapped(*args, **kwargs):
-                nonlocal count
-                count += 1
-                if count == call:
-                    raise KeyboardInterrupt
-                return function(*args, **kwargs)
-
-            return wrapped
-
-        with monkeypatch.context() as patch:
-            for name in ("fsync", "replace", "unlink"):
-                patch.setattr(os, name, stopping(getattr(os, name)))
-            with contextlib.suppress(KeyboardInterrupt):
-                save_draft(new, config_json(), out, dtype=F32)
-        finished = count < call
+        with interrupted(call) as calls, contextlib.suppress(KeyboardInterrupt):
+            save_draft(new, config_json(), out, dtype=F32)
+        finished = calls() < call
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source"]
         try:
             config = read_draft_config(out)

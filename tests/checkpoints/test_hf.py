@@ -727,28 +727,13 @@ class TestSave:
         assert_same(load(tmp_path)[0], first)
 
     @pytest.mark.parametrize("call", range(1, 30, 2))
-    def test_interrupted_save_leaves_the_old_one_or_nothing(self, tmp_path, rng, monkeypatch, call):
+    def test_interrupted_save_leaves_the_old_one_or_nothing(self, tmp_path, rng, interrupted, call):
         """Stops at every second write to disk or change of a directory, while files are written and while they move."""
         old, new = random_params(rng), random_params(rng)
         out = tmp_path / "out"
         save_hf(old, config_json(), out, dtype=F32, max_shard_bytes=8000)
-        count = 0
-
-        def stopping(function):
-            def wrapped(*args, **kwargs):
-                nonlocal count
-                count += 1
-                if count == call:
-                    raise KeyboardInterrupt
-                return function(*args, **kwargs)
-
-            return wrapped
-
-        with monkeypatch.context() as patch:
-            for name in ("fsync", "replace", "unlink"):
-                patch.setattr(os, name, stopping(getattr(os, name)))
-            with pytest.raises(KeyboardInterrupt):
-                save_hf(new, config_json(), out, dtype=F32, max_shard_bytes=8000)
+        with interrupted(call), pytest.raises(KeyboardInterrupt):
+            save_hf(new, config_json(), out, dtype=F32, max_shard_bytes=8000)
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
         try:
             read_config(out)
