@@ -185,7 +185,7 @@ def load_text_params(
 ) -> tuple[dict[str, Any], LoadReport]:
     """Loads the text decoder's parameters, one tensor at a time on the host.
 
-    Args:     dtype: bf16 or fp32, of the parameters; those that `TensorSpec.keep_fp32` names are fp32 in any case.
+    Args:     dtype: bf16 or fp32, of the parameters; those with a `TensorSpec.dtype` have that in any case.
               put: makes the array of a parameter, `put(spec, shape, dtype, read_slice)`; `read_slice(index)` reads a
                   tuple of slices from the file. Default: whole, on the default device; see also `sharded_put`.
               progress: called with (bytes done, bytes in all) of the files, before the first tensor and after each.
@@ -241,7 +241,7 @@ def save_hf(
 
     Args:     params: nested dict of arrays as `load_text_params` returns it, of any floating dtype, sharded or not.
               config_json: the content of config.json, stored as it is; its dtype must be `dtype`.
-              dtype: bf16 or fp32, of the text tensors; those that `TensorSpec.keep_fp32` names are fp32 in any case.
+              dtype: bf16 or fp32, of the text tensors; those with a `TensorSpec.dtype` have that in any case.
               extra_tensors: weights of the towers by their names in the file, stored as they are.
               max_shard_bytes: beyond this the tensors are split into several files, in the order of the layout.
     Raises:   CheckpointError if params, extra_tensors or dtype do not fit the config; ConfigError; OSError.
@@ -355,7 +355,7 @@ def _load(
         if progress:
             progress(done, total)
         for spec in reader.specs:
-            leaf_dtype = np.dtype(np.float32) if spec.keep_fp32 else dtype
+            leaf_dtype = spec.dtype_in(dtype)
             read_slice = functools.partial(reader.read, spec, leaf_dtype)
             # Transfers run behind; waiting keeps the host from holding more than this tensor.
             insert(params, spec.path, jax.block_until_ready(put(spec, spec.param_shape, leaf_dtype, read_slice)))
@@ -443,7 +443,7 @@ def _outgoing(params: Mapping[str, Any], config: ModelConfig | DraftConfig, dtyp
             raise CheckpointError(f"params: {len(paths)} {fault}: {some('/'.join(map(str, path)) for path in paths)}")
     tensors = []
     for spec in specs:
-        leaf, leaf_dtype = leaves[spec.path], np.dtype(np.float32) if spec.keep_fp32 else dtype
+        leaf, leaf_dtype = leaves[spec.path], spec.dtype_in(dtype)
         if leaf.shape != spec.param_shape:
             path = "/".join(map(str, spec.path))
             raise CheckpointError(f"params: {path} is {list(leaf.shape)}, expected {list(spec.param_shape)}")

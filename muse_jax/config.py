@@ -25,6 +25,7 @@ class MLPKind(enum.StrEnum):
 # HF constants that no config field carries (transformers 5.24.0, modeling_muse_spark.py).
 RESIDUAL_GATE_FLOOR = 1e-3
 ROUTER_RENORM_EPS = 1e-15
+NVFP4_BLOCK = 16  # values along a row that share a scale; half as many bytes
 
 _NUM_LAYERS = 62
 _MAX_SIZE = 2**31 - 1
@@ -97,6 +98,7 @@ class ModelConfig(AttentionSizes):
     pad_token_id: int | None = None
     placeholder_token_ids: tuple[int, ...] = (200_092, 200_091, 200_038)  # image, video, audio: embedded as token 0
     dtype: str = "bfloat16"  # of the checkpoint: "bfloat16" or "float32"
+    nvfp4_layers: tuple[int, ...] = ()  # whose experts are NVFP4; known from the checkpoint's tensors, not from config.json
 
     def __post_init__(self) -> None:
         _check(self)
@@ -298,6 +300,13 @@ def _check(config: ModelConfig) -> None:
         raise ConfigError("sliding_window = None: expected an integer above 0 where layer_types has 'sliding_attention'")
     if config.dtype not in ("bfloat16", "float32"):
         raise ConfigError(f"dtype = {shown(config.dtype)}: allowed are 'bfloat16' and 'float32'")
+    sparse = [i for i, kind in enumerate(config.mlp_layer_types) if kind == MLPKind.SPARSE]
+    if list(config.nvfp4_layers) != [i for i in sparse if i in config.nvfp4_layers]:
+        raise ConfigError(f"nvfp4_layers = {shown(config.nvfp4_layers)}: expected sparse layers, each once and in order")
+    if config.nvfp4_layers:
+        for field in ("moe_hidden_size", "moe_intermediate_size"):
+            if getattr(config, field) % NVFP4_BLOCK:
+                raise ConfigError(f"{field} = {getattr(config, field)}: NVFP4 needs a multiple of {NVFP4_BLOCK}")
 
 
 MUSE_SPARK_OPEN = ModelConfig()

@@ -12,10 +12,18 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from muse_jax.config import MLPKind, ModelConfig
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from muse_jax.config import NVFP4_BLOCK, MLPKind, ModelConfig
 from muse_jax.draft_config import DraftConfig
 
 TEXT_PREFIX = "model.language_model."
+
+_FP32 = np.dtype(np.float32)
+_CODES = np.dtype(np.uint8)
+_BLOCK_SCALES = np.dtype(jnp.float8_e4m3fn)
 
 # Tensors of the released repository that text decoding does not need: the towers, and buffers that older exports keep.
 SKIPPED_PREFIXES = (
@@ -39,12 +47,24 @@ class TensorSpec:
     shape: tuple[int, ...]
     path: tuple[str | int, ...]  # in the parameter tree of `muse_jax.model.MuseSpark`
     param_shape: tuple[int, ...]
-    keep_fp32: bool = False  # router weight and bias, residual gates: fp32 whatever the model's dtype is
+    # Of the parameter, where it does not follow the model's: fp32 for router and residual gates, uint8 for packed codes.
+    dtype: np.dtype | None = None
     shard_axis: int | None = None  # of `param_shape`, split over the ranks; None: every rank has all of it
+    shard_units: int | None = None  # what the ranks must divide, where that is not the axis's size: attention heads
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+    def dtype_in(self, model_dtype: DTypeLike) -> np.dtype:
+        """The parameter's dtype in a model of bf16 or fp32."""
+        return jnp.dtype(model_dtype) if self.dtype is None else self.dtype
+
+    def is_split(self, tp: int) -> bool:
+        """Whether each of `tp` ranks has its own part; an axis that the ranks do not divide is replicated."""
+        if self.shard_axis is None:
+            return False
+        return (self.shard_units or self.param_shape[self.shard_axis]) % tp == 0
 
 
 def is_skipped(name: str) -> bool:
@@ -53,7 +73,7 @@ def is_skipped(name: str) -> bool:
 
 
 def text_tensors(config: ModelConfig) -> tuple[TensorSpec, ...]:
-    """Every text tensor of a bf16 or fp32 checkpoint of this config (muse_spark.md section 2.1), in file order."""
+    """Every text tensor of a checkpoint of this config (muse_spark.md sections 2.1 and 2.4), in file order."""
     specs: list[TensorSpec] = []
     d, v = config.hidden_size, config.vocab_size
 
@@ -66,25 +86,26 @@ def text_tensors(config: ModelConfig) -> tuple[TensorSpec, ...]:
         prefix, layer = f"{TEXT_PREFIX}layers.{i}.", ("layers", i)
         attention = (*layer, "attention")
         add(prefix + "input_layernorm.weight", (*layer, "input_norm"), d)
-        for name, path, rows in (
-            ("q_proj", "q_proj", config.q_size),
-            ("k_proj", "k_proj", config.kv_size),
-            ("v_proj", "v_proj", config.kv_size),
-            ("gate_proj", "attn_out_gate", config.q_size),
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        for name, path, rows, units in (
+            ("q_proj", "q_proj", config.q_size, heads),
+            ("k_proj", "k_proj", config.kv_size, kv_heads),
+            ("v_proj", "v_proj", config.kv_size, kv_heads),
+            ("gate_proj", "attn_out_gate", config.q_size, heads),
         ):
-            add(f"{prefix}self_attn.{name}.weight", (*attention, path), rows, d, shard_axis=0)
-        add(prefix + "self_attn.o_proj.weight", (*attention, "o_proj"), d, config.q_size, shard_axis=1)
-        add(prefix + "post_attention_residual_gate.gate", (*layer, "post_attention_gate"), d, keep_fp32=True)
+            add(f"{prefix}self_attn.{name}.weight", (*attention, path), rows, d, shard_axis=0, shard_units=units)
+        add(prefix + "self_attn.o_proj.weight", (*attention, "o_proj"), d, config.q_size, shard_axis=1, shard_units=heads)
+        add(prefix + "post_attention_residual_gate.gate", (*layer, "post_attention_gate"), d, dtype=_FP32)
         add(prefix + "pre_feedforward_layernorm.weight", (*layer, "pre_ffn_norm"), d)
         if config.mlp_layer_types[i] == MLPKind.SPARSE:
-            _add_moe(add, prefix + "mlp.", (*layer, "mlp"), config)
+            _add_moe(add, prefix + "mlp.", (*layer, "mlp"), config, i in config.nvfp4_layers)
         else:
             f = config.intermediate_size
             add(prefix + "mlp.gate_proj.weight", (*layer, "mlp", "gate_proj"), f, d, shard_axis=0)
             add(prefix + "mlp.up_proj.weight", (*layer, "mlp", "up_proj"), f, d, shard_axis=0)
             add(prefix + "mlp.down_proj.weight", (*layer, "mlp", "down_proj"), d, f, shard_axis=1)
         add(prefix + "post_feedforward_layernorm.weight", (*layer, "post_ffn_norm"), d)
-        add(prefix + "post_feedforward_residual_gate.gate", (*layer, "post_ffn_gate"), d, keep_fp32=True)
+        add(prefix + "post_feedforward_residual_gate.gate", (*layer, "post_ffn_gate"), d, dtype=_FP32)
     add(TEXT_PREFIX + "norm.weight", ("final_norm",), d)
     add("lm_head.weight", ("lm_head",), v, d, shard_axis=0)
     return tuple(specs)
@@ -105,11 +126,17 @@ def draft_tensors(config: DraftConfig) -> tuple[TensorSpec, ...]:
         prefix, layer = f"layers.{i}.", ("layers", i)
         add(prefix + "input_layernorm.weight", (*layer, "input_norm"), d)
         add(prefix + "post_attention_layernorm.weight", (*layer, "pre_ffn_norm"), d)
-        for name, rows in (("q_proj", config.q_size), ("k_proj", config.kv_size), ("v_proj", config.kv_size)):
-            add(f"{prefix}self_attn.{name}.weight", (*layer, name), rows, d, shard_axis=0)
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        for name, rows, units in (
+            ("q_proj", config.q_size, heads),
+            ("k_proj", config.kv_size, kv_heads),
+            ("v_proj", config.kv_size, kv_heads),
+        ):
+            split = {"shard_axis": 0, "shard_units": units}
+            add(f"{prefix}self_attn.{name}.weight", (*layer, name), rows, d, **split)
             if config.attention_bias:
-                add(f"{prefix}self_attn.{name}.bias", (*layer, name.replace("proj", "bias")), rows, shard_axis=0)
-        add(prefix + "self_attn.o_proj.weight", (*layer, "o_proj"), d, config.q_size, shard_axis=1)
+                add(f"{prefix}self_attn.{name}.bias", (*layer, name.replace("proj", "bias")), rows, **split)
+        add(prefix + "self_attn.o_proj.weight", (*layer, "o_proj"), d, config.q_size, shard_axis=1, shard_units=heads)
         if config.attention_bias:
             add(prefix + "self_attn.o_proj.bias", (*layer, "o_bias"), d)
         for name in ("q_norm", "k_norm"):
@@ -157,14 +184,28 @@ def parameter_tree(config: ModelConfig | DraftConfig, leaf: Callable[[TensorSpec
     return tree
 
 
-def _add_moe(add, prefix: str, path: tuple, config: ModelConfig) -> None:
+def _add_moe(add, prefix: str, path: tuple, config: ModelConfig, nvfp4: bool) -> None:
     d, m, f, e = config.hidden_size, config.moe_hidden_size, config.moe_intermediate_size, config.num_local_experts
-    add(prefix + "gate.weight", (*path, "router"), e, d, keep_fp32=True)
-    add(prefix + "gate.e_score_correction_bias", (*path, "router_bias"), e, keep_fp32=True)
+    add(prefix + "gate.weight", (*path, "router"), e, d, dtype=_FP32)
+    add(prefix + "gate.e_score_correction_bias", (*path, "router_bias"), e, dtype=_FP32)
     add(prefix + "pre_expert_proj.weight", (*path, "pre_expert_proj"), m, d, shard_axis=0)
     add(prefix + "pre_expert_norm.weight", (*path, "pre_expert_norm"), m)
     # Gate rows come first, then up rows. With an axis of its own for the two, splitting F keeps each pair on one rank.
-    add(prefix + "experts.gate_up_proj", (*path, "gate_up"), e, 2 * f, m, param_shape=(e, 2, f, m), shard_axis=2)
-    add(prefix + "experts.down_proj", (*path, "down"), e, m, f, shard_axis=1)
+    for name, path_name, rows, param_rows, k, axis, scalars in (
+        ("gate_up_proj", "gate_up", (e, 2 * f), (e, 2, f), m, 2, (e, 2)),
+        ("down_proj", "down", (e, m), (e, m), f, 1, (e,)),
+    ):
+        name, at = f"{prefix}experts.{name}", (*path, path_name)
+        if not nvfp4:
+            add(name, at, *rows, k, param_shape=(*param_rows, k), shard_axis=axis)
+            continue
+        scale = f"{name}_weight_scale"
+        for tensor, field, columns, dtype in (
+            (name, "codes", k // 2, _CODES),
+            (scale, "block_scales", k // NVFP4_BLOCK, _BLOCK_SCALES),
+        ):
+            add(tensor, (*at, field), *rows, columns, param_shape=(*param_rows, columns), dtype=dtype, shard_axis=axis)
+        add(f"{scale}_2", (*at, "global_scale"), *scalars, dtype=_FP32)
+        add(f"{name}_input_scale", (*at, "input_scale"), *scalars, dtype=_FP32)
     add(prefix + "experts.post_expert_norm.weight", (*path, "post_expert_norm"), m)
     add(prefix + "post_expert_proj.weight", (*path, "post_expert_proj"), d, m, shard_axis=0)

@@ -38,7 +38,7 @@ class Parameters:
 
     def __call__(self, name: str) -> nnx.Param:
         spec = self.specs[(*self.path, name)]
-        dtype = jnp.float32 if spec.keep_fp32 else self.dtype
+        dtype = spec.dtype_in(self.dtype)
         if self.rngs is None:
             return nnx.Param(jax.ShapeDtypeStruct(spec.param_shape, dtype))
         if len(spec.shape) > 1:

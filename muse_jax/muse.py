@@ -104,11 +104,9 @@ def load(
     has_tokenizer = (Path(path) / "tokenizer.json").exists()
     tokenizer = Tokenizer.from_directory(path) if has_tokenizer else None
 
-    def put(config: ModelConfig | DraftConfig) -> Callable | None:
-        return None if mesh is None else hf.sharded_put(functools.partial(sharding.param_sharding, config=config, mesh=mesh))
-
+    put = None if mesh is None else hf.sharded_put(functools.partial(sharding.param_sharding, mesh=mesh))
     weights = _DTYPES[dtype]
-    params, _ = hf.load_text_params(path, config, dtype=weights, put=put(config), progress=progress)
+    params, _ = hf.load_text_params(path, config, dtype=weights, put=put, progress=progress)
     module = MuseSpark(config, numerics=NUMERICS[numerics], dtype=jnp.dtype(weights))
     valid_vocab = config.vocab_size if tokenizer is None else min(config.vocab_size, tokenizer.vocab_size)
     draft_module = draft_params = None
@@ -116,7 +114,7 @@ def load(
         if draft_config.selector_top_k > valid_vocab:
             raise ValueError(f"the draft's selector_top_k = {draft_config.selector_top_k}: there are {valid_vocab} tokens")
         draft_module = DFlash2(draft_config, dtype=jnp.dtype(weights))
-        draft_params, _ = hf.load_draft_params(draft_path, draft_config, dtype=weights, put=put(draft_config))
+        draft_params, _ = hf.load_draft_params(draft_path, draft_config, dtype=weights, put=put)
     model = Model.create(
         module,
         params,

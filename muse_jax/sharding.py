@@ -33,15 +33,10 @@ def check_mesh(mesh: Mesh) -> None:
         raise ValueError(f"mesh has axes {dict(mesh.shape)}: expected one axis {AXIS!r} of {sizes} devices")
 
 
-def param_sharding(spec: TensorSpec, config: ModelConfig | DraftConfig, mesh: Mesh) -> NamedSharding:
+def param_sharding(spec: TensorSpec, mesh: Mesh) -> NamedSharding:
     """Where a parameter lives."""
     axes: list[str | None] = [None] * len(spec.param_shape)
-    units = None if spec.shard_axis is None else spec.param_shape[spec.shard_axis]
-    if spec.path[-1] in ("k_proj", "v_proj", "k_bias", "v_bias"):
-        units = config.num_key_value_heads  # whole heads; more ranks than heads share them
-    elif spec.path[-1] in ("q_proj", "q_bias", "attn_out_gate", "o_proj"):
-        units = config.num_attention_heads
-    if units is not None and units % mesh.size == 0:
+    if spec.is_split(mesh.size):
         axes[spec.shard_axis] = AXIS
     return NamedSharding(mesh, PartitionSpec(*axes))
 

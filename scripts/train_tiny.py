@@ -398,7 +398,7 @@ class Trainer:
         # XLA for CPU lacks some of the products of bf16 matrices: there the same bf16 values are computed with in fp32.
         self.dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
         self.graph = model_graph(config, self.dtype)
-        self.keep_fp32 = parameter_tree(config, lambda spec: spec.keep_fp32)
+        self.is_fp32 = parameter_tree(config, lambda spec: spec.dtype == jnp.float32)
         self.optimizer = make_optimizer(args)
         masters = fresh_parameters(config, args.seed)
         self.state = TrainState(masters, self.optimizer.init(masters), jnp.int32(0))
@@ -406,9 +406,7 @@ class Trainer:
 
     def shipped(self, masters: dict) -> dict:
         """The values that the checkpoint will hold, in the dtypes the model computes with."""
-        return jax.tree.map(
-            lambda x, keep: x if keep else round_to(x, jnp.bfloat16).astype(self.dtype), masters, self.keep_fp32
-        )
+        return jax.tree.map(lambda x, keep: x if keep else round_to(x, jnp.bfloat16).astype(self.dtype), masters, self.is_fp32)
 
     @functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
     def step(self, state: TrainState, bucket: Bucket, rows: jax.Array) -> tuple[TrainState, StepMetrics]:

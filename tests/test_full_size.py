@@ -65,8 +65,8 @@ def mesh():
 def model(memory, mesh) -> Model:
     def shapes(config):
         def leaf(spec):
-            where = sharding.param_sharding(spec, config, mesh)
-            dtype = jnp.float32 if spec.keep_fp32 else jnp.bfloat16
+            where = sharding.param_sharding(spec, mesh)
+            dtype = spec.dtype_in(jnp.bfloat16)
             return jax.ShapeDtypeStruct(spec.param_shape, dtype, sharding=where)
 
         return parameter_tree(config, leaf)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from muse_jax import sharding
-from muse_jax.config import MUSE_SPARK_OPEN, TINY, MLPKind
+from muse_jax.config import MUSE_SPARK_OPEN, TINY, ConfigError, MLPKind
 from muse_jax.layout import is_skipped, text_tensors
 from muse_jax.model import MuseSpark
 
@@ -48,16 +49,14 @@ KEPT_FP32 = {
 
 
 def num_bytes(spec) -> int:
-    return spec.size * (4 if spec.keep_fp32 else 2)
+    return spec.size * spec.dtype_in(jnp.bfloat16).itemsize
 
 
 class TestReleased:
     def test_names_and_shapes(self):
         found = {name.removeprefix(LAYER): spec.shape for name, spec in SPECS.items() if name.startswith(LAYER)}
         assert found == RELEASED_LAYER
-        assert {name for name, spec in SPECS.items() if spec.keep_fp32 and name.startswith(LAYER)} == {
-            LAYER + x for x in KEPT_FP32
-        }
+        assert {name for name, spec in SPECS.items() if spec.dtype and name.startswith(LAYER)} == {LAYER + x for x in KEPT_FP32}
         outside = {name: spec.shape for name, spec in SPECS.items() if ".layers." not in name}
         assert outside == {
             "model.language_model.embed_tokens.weight": (202048, 8192),
@@ -79,8 +78,8 @@ class TestReleased:
             total = 0
             for name in names:
                 spec = SPECS[name]
-                shard = sharding.param_sharding(spec, MUSE_SPARK_OPEN, mesh).shard_shape(spec.param_shape)
-                total += math.prod(shard) * (4 if spec.keep_fp32 else 2)
+                shard = sharding.param_sharding(spec, mesh).shard_shape(spec.param_shape)
+                total += math.prod(shard) * spec.dtype_in(jnp.bfloat16).itemsize
             return total
 
         attention = [LAYER + f"self_attn.{x}_proj.weight" for x in ("q", "k", "v", "gate", "o")]
@@ -97,7 +96,7 @@ class TestReleased:
         """A rank holds rows of both halves: the axis of two is whole, F is split."""
         spec = SPECS[LAYER + "mlp.experts.gate_up_proj"]
         assert spec.param_shape == (256, 2, 4096, 4096) and spec.shard_axis == 2
-        shard = sharding.param_sharding(spec, MUSE_SPARK_OPEN, AbstractMesh((8,), ("tp",))).shard_shape(spec.param_shape)
+        shard = sharding.param_sharding(spec, AbstractMesh((8,), ("tp",))).shard_shape(spec.param_shape)
         assert shard == (256, 2, 512, 4096)
 
 
@@ -155,10 +154,65 @@ def test_parameter_tree_of_the_model_is_the_table(config, dtype):
     module = nnx.eval_shape(lambda: MuseSpark(config, dtype=jnp.dtype(dtype), rngs=nnx.Rngs(0)))
     leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(module, nnx.Param)))
     found = {tuple(key.key for key in path): (leaf.shape, leaf.dtype) for path, leaf in leaves}
-    expected = {
-        spec.path: (spec.param_shape, jnp.dtype(jnp.float32 if spec.keep_fp32 else dtype)) for spec in text_tensors(config)
-    }
+    expected = {spec.path: (spec.param_shape, jnp.dtype(spec.dtype_in(dtype))) for spec in text_tensors(config)}
     assert found == expected
     assert nnx.to_pure_dict(nnx.state(module)).keys() == nnx.to_pure_dict(nnx.state(module, nnx.Param)).keys()
     assert max(Counter(spec.path for spec in text_tensors(config)).values()) == 1
     assert all(math.prod(spec.param_shape) == spec.size for spec in text_tensors(config))
+
+
+class TestReleasedNVFP4:
+    """muse_spark.md sections 2.4 and 5.1: the experts of layers 1 to 60 in NVFP4."""
+
+    config = dataclasses.replace(MUSE_SPARK_OPEN, nvfp4_layers=tuple(range(1, 61)))
+    specs: ClassVar = {spec.name: spec for spec in text_tensors(config)}
+
+    def test_names_shapes_and_dtypes(self):
+        prefix = "model.language_model.layers.1.mlp.experts."
+        found = {
+            name.removeprefix(prefix): (spec.shape, str(spec.dtype))
+            for name, spec in self.specs.items()
+            if name.startswith(prefix) and "norm" not in name
+        }
+        assert found == {
+            "gate_up_proj": ((256, 8192, 2048), "uint8"),
+            "gate_up_proj_weight_scale": ((256, 8192, 256), "float8_e4m3fn"),
+            "gate_up_proj_weight_scale_2": ((256, 2), "float32"),
+            "gate_up_proj_input_scale": ((256, 2), "float32"),
+            "down_proj": ((256, 4096, 2048), "uint8"),
+            "down_proj_weight_scale": ((256, 4096, 256), "float8_e4m3fn"),
+            "down_proj_weight_scale_2": ((256,), "float32"),
+            "down_proj_input_scale": ((256,), "float32"),
+        }
+        for layer in (0, 61):
+            spec = self.specs[f"model.language_model.layers.{layer}.mlp.experts.gate_up_proj"]
+            assert spec.dtype is None and spec.shape == (256, 8192, 4096)
+
+    def test_bytes(self):
+        assert sum(map(num_bytes, self.specs.values())) == 528_920_795_136
+
+    def test_a_rank_holds_the_rows_of_n_sharding(self):
+        prefix = "model.language_model.layers.1.mlp.experts."
+        mesh = AbstractMesh((8,), ("tp",))
+        for name, shape in (
+            ("gate_up_proj", (256, 2, 512, 2048)),
+            ("gate_up_proj_weight_scale", (256, 2, 512, 256)),
+            ("gate_up_proj_weight_scale_2", (256, 2)),
+            ("down_proj", (256, 512, 2048)),
+            ("down_proj_weight_scale", (256, 512, 256)),
+            ("down_proj_weight_scale_2", (256,)),
+        ):
+            spec = self.specs[prefix + name]
+            assert sharding.param_sharding(spec, mesh).shard_shape(spec.param_shape) == shape
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"nvfp4_layers": (2, 1)}, "in order"),
+            ({"nvfp4_layers": (62,)}, "sparse layers"),
+            ({"nvfp4_layers": (1,), "moe_hidden_size": 4104}, "multiple of 16"),
+        ],
+    )
+    def test_impossible_layers_are_refused(self, fields, message):
+        with pytest.raises(ConfigError, match=message):
+            dataclasses.replace(MUSE_SPARK_OPEN, **fields)

@@ -72,7 +72,7 @@ def config_json(config=CONFIG, dtype="float32"):
 
 def random_tensors(rng, dtype=F32, specs=SPECS):
     """Tensors of the file by name; fp32 ones are not representable in bf16."""
-    return {s.name: rng.standard_normal(s.shape, np.float32).astype(F32 if s.keep_fp32 else dtype) for s in specs}
+    return {s.name: rng.standard_normal(s.shape, np.float32).astype(s.dtype_in(dtype)) for s in specs}
 
 
 def write(directory, tensors, shards=1, config=None):
@@ -127,7 +127,7 @@ def assert_holds(params, tensors, dtype, specs=SPECS):
     for spec in specs:
         leaf = at(params, spec)
         assert isinstance(leaf, jax.Array)
-        assert (leaf.shape, leaf.dtype) == (spec.param_shape, F32 if spec.keep_fp32 else dtype), spec.name
+        assert (leaf.shape, leaf.dtype) == (spec.param_shape, spec.dtype_in(dtype)), spec.name
         expected = tensors[spec.name].astype(leaf.dtype).reshape(spec.param_shape)
         np.testing.assert_array_equal(bits(leaf), bits(expected), err_msg=spec.name)
 
@@ -631,7 +631,7 @@ def random_params(rng, dtype=np.float32):
     params = {}
     for spec in SPECS:
         leaf = rng.standard_normal(spec.param_shape, np.float32)
-        insert(params, spec.path, jnp.asarray(leaf if spec.keep_fp32 else leaf.astype(dtype)))
+        insert(params, spec.path, jnp.asarray(leaf if spec.dtype else leaf.astype(dtype)))
     return params
 
 
@@ -669,7 +669,7 @@ class TestSave:
             read |= load_file(file)
         assert set(read) == {spec.name for spec in SPECS} | set(TOWERS)
         for spec in SPECS:
-            assert (read[spec.name].shape, read[spec.name].dtype) == (spec.shape, F32 if spec.keep_fp32 else BF16)
+            assert (read[spec.name].shape, read[spec.name].dtype) == (spec.shape, spec.dtype_in(BF16))
             np.testing.assert_array_equal(bits(read[spec.name]).ravel(), bits(at(params, spec)).ravel())
         for name, tower in TOWERS.items():
             assert (read[name].shape, read[name].dtype) == (tower.shape, tower.dtype)
@@ -704,7 +704,7 @@ class TestSave:
         for spec in SPECS:
             leaf = np.asarray(at(params, spec))
             assert not np.array_equal(leaf, leaf.astype(BF16).astype(F32))
-            expected = leaf if spec.keep_fp32 else leaf.astype(BF16).astype(F32)
+            expected = leaf if spec.dtype else leaf.astype(BF16).astype(F32)
             np.testing.assert_array_equal(at(loaded, spec), expected)
 
     def test_sharded_parameters(self, tmp_path, rng):

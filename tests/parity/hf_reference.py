@@ -153,12 +153,12 @@ def build(
     for spec in specs:
         tensor = tensors[spec.name]
         assert tuple(tensor.shape) == spec.shape, spec.name
-        assert tensor.dtype == torch.float32 or not spec.keep_fp32, spec.name
+        assert tensor.dtype == torch.float32 or spec.dtype is None, spec.name
         values = jnp.asarray(tensor.float().numpy().reshape(spec.param_shape))
         node = model
         for step in spec.path:
             node = node[step] if isinstance(step, int) else getattr(node, step)
-        node.set_value(values.astype(jnp.float32 if spec.keep_fp32 else dtype))
+        node.set_value(values.astype(spec.dtype_in(dtype)))
     return model
 
 
