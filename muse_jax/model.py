@@ -15,11 +15,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from muse_jax import ops
+from muse_jax import nvfp4, ops
 from muse_jax.config import MLPKind, ModelConfig
 from muse_jax.kv_cache import DecodeContext, FullContext, KVCache, PrefillContext
 from muse_jax.layout import TensorSpec, text_tensors
 from muse_jax.numerics import SERVING, Numerics, fp32, round_to
+from muse_jax.nvfp4 import NVFP4Weight
 
 Context = FullContext | PrefillContext | DecodeContext
 
@@ -36,7 +37,10 @@ class Parameters:
     def at(self, *path: str | int) -> Parameters:
         return dataclasses.replace(self, path=(*self.path, *path))
 
-    def __call__(self, name: str) -> nnx.Param:
+    def __call__(self, name: str) -> nnx.Param | PackedParam:
+        """The parameter `name`; a packed one where the table has its codes and scales."""
+        if (*self.path, name, "codes") in self.specs:
+            return PackedParam(self.at(name))
         spec = self.specs[(*self.path, name)]
         dtype = spec.dtype_in(self.dtype)
         if self.rngs is None:
@@ -45,6 +49,26 @@ class Parameters:
             return nnx.Param(nnx.initializers.normal(0.02)(self.rngs.params(), spec.param_shape, dtype))
         # Vectors are zero-centred norms, residual gates and the router bias; only the final norm is centred at one.
         return nnx.Param(jnp.full(spec.param_shape, 1 if name == "final_norm" else 0, dtype))
+
+
+class PackedParam(nnx.Module):
+    """An NVFP4 weight among the parameters; `param[...]` is its value, as of an `nnx.Param`."""
+
+    def __init__(self, param: Parameters):
+        fields = [field.name for field in dataclasses.fields(NVFP4Weight)]
+        if param.rngs is None:
+            values = {name: param(name) for name in fields}
+        else:
+            *rows, bytes_per_row = param.specs[(*param.path, "codes")].param_shape
+            weight = nnx.initializers.normal(0.02)(param.rngs.params(), (*rows, 2 * bytes_per_row), jnp.float32)
+            scale = nvfp4.matrix_scale(jnp.max(jnp.abs(weight), axis=(-2, -1)))
+            arrays = (*nvfp4.encode(weight, scale), scale, jnp.ones_like(scale))
+            values = {name: nnx.Param(array) for name, array in zip(fields, arrays, strict=True)}
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    def __getitem__(self, _) -> NVFP4Weight:
+        return NVFP4Weight(self.codes[...], self.block_scales[...], self.global_scale[...], self.input_scale[...])
 
 
 class Attention(nnx.Module):
@@ -95,9 +119,17 @@ class Attention(nnx.Module):
 class SparseMLP(nnx.Module):
     """Mixture of experts at width M between two projections; the router reads the full-width input."""
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, dtype: jnp.dtype, dense_experts: bool, param: Parameters):
+    def __init__(
+        self,
+        config: ModelConfig,
+        numerics: Numerics,
+        dtype: jnp.dtype,
+        dense_experts: bool,
+        param: Parameters,
+        activations: str = "bf16",
+    ):
         self.config, self.numerics, self.dtype = config, numerics, dtype
-        self.dense_experts = dense_experts
+        self.dense_experts, self.activations = dense_experts, activations
         self.router = param("router")
         self.router_bias = param("router_bias")
         self.pre_expert_proj = param("pre_expert_proj")
@@ -115,7 +147,7 @@ class SparseMLP(nnx.Module):
         pooled = round_to(ops.linear(rows, self.pre_expert_proj[...]), dtype)
         pooled = ops.centred_norm(pooled, self.pre_expert_norm[...], config.rms_norm_eps, numerics, dtype)
         run = ops.experts_dense if self.dense_experts else ops.experts
-        out = run(pooled, idx, self.gate_up[...], self.down[...], numerics)
+        out = run(pooled, idx, self.gate_up[...], self.down[...], numerics, self.activations)
         # Each routed row is normalised before it is weighted.
         out = ops.input_scaled_norm(out, self.post_expert_norm[...], config.post_norm_eps, numerics, dtype)
         if numerics.post_expert_norm_rounded:
@@ -164,6 +196,7 @@ class DecoderLayer(nnx.Module):
         dtype: jnp.dtype,
         dense_experts: bool,
         param: Parameters,
+        activations: str,
     ):
         self.config, self.numerics, self.dtype = config, numerics, dtype
         self.input_norm = param("input_norm")
@@ -172,7 +205,7 @@ class DecoderLayer(nnx.Module):
         self.pre_ffn_norm = param("pre_ffn_norm")
         self.mlp: SparseMLP | DenseMLP
         if config.mlp_layer_types[layer_idx] == MLPKind.SPARSE:
-            self.mlp = SparseMLP(config, numerics, dtype, dense_experts, param.at("mlp"))
+            self.mlp = SparseMLP(config, numerics, dtype, dense_experts, param.at("mlp"), activations)
         else:
             self.mlp = DenseMLP(numerics, dtype, param.at("mlp"))
         self.post_ffn_norm = param("post_ffn_norm")
@@ -209,6 +242,7 @@ class MuseSpark(nnx.Module):
       numerics: where to round, `numerics.HF` or `numerics.SERVING`.
       dtype: bfloat16 or float32, of parameters and GEMM inputs.
       dense_experts: run every expert on every row. Differentiable, and slower by E / top_k; for training.
+      activations: "bf16", or "nvfp4" to quantise what the GEMMs of NVFP4 experts read; other experts stay as they are.
       rngs: for fresh parameters (their values are those transformers starts from); None: shapes in place of arrays.
     """
 
@@ -219,13 +253,14 @@ class MuseSpark(nnx.Module):
         numerics: Numerics = SERVING,
         dtype: jnp.dtype = jnp.bfloat16,
         dense_experts: bool = False,
+        activations: str = "bf16",
         rngs: nnx.Rngs | None = None,
     ):
-        self.config, self.numerics, self.dtype = config, numerics, dtype
+        self.config, self.numerics, self.dtype, self.activations = config, numerics, dtype, activations
         param = Parameters({spec.path: spec for spec in text_tensors(config)}, dtype, rngs)
         self.embedding = param("embedding")
         self.layers = nnx.List(
-            DecoderLayer(i, config, numerics, dtype, dense_experts, param.at("layers", i))
+            DecoderLayer(i, config, numerics, dtype, dense_experts, param.at("layers", i), activations)
             for i in range(config.num_hidden_layers)
         )
         self.final_norm = param("final_norm")

@@ -11,8 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from muse_jax import nvfp4
 from muse_jax.config import RESIDUAL_GATE_FLOOR, ROUTER_RENORM_EPS
 from muse_jax.numerics import Numerics, fp32, round_to
+from muse_jax.nvfp4 import NVFP4Weight
 
 # ---------------------------------------------------------------------------------------------------------------- GEMMs
 
@@ -138,13 +140,55 @@ def combine(rows: jax.Array, weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return round_to(jnp.sum(fp32(rows) * weights[..., None], axis=1), dtype)
 
 
-def experts_dense(x: jax.Array, idx: jax.Array, gate_up: jax.Array, down: jax.Array, numerics: Numerics) -> jax.Array:
+ExpertWeight = jax.Array | NVFP4Weight
+ACTIVATIONS = ("bf16", "nvfp4")  # of GEMMs with NVFP4 weights: W4A16 and W4A4
+
+
+def expert_linear(x: jax.Array, weight: ExpertWeight, activations: str) -> jax.Array:
+    """x W^T with one expert's matrix, or with its gate and up matrices.
+
+    NVFP4 weights are contracted as the exact e2m1 e4m3, and the accumulator is multiplied by the global scale of each matrix.
+    With activations "nvfp4" the rows of x are first rounded to bfloat16, in an fp32 model too: that is what the quantiser of
+    the GPU kernels reads, so an fp32 model is a reference for them. What it decodes to is exact in the model's dtype.
+
+    Args:     x: [R, in].  weight: [..., out, in]; an array has the dtype of x.
+    Returns:  [R, ..., out] fp32, not rounded.
+    """
+
+    def gemm(x: jax.Array, matrices: jax.Array) -> jax.Array:
+        # As one matrix: XLA for CPU takes up to three times as long over an axis of its own for gate and up.
+        return linear(x, matrices.reshape(-1, matrices.shape[-1])).reshape(-1, *matrices.shape[:-1])
+
+    if not isinstance(weight, NVFP4Weight):
+        return gemm(x, weight)
+    scale = weight.global_scale[None, ..., None]
+    if activations == "nvfp4":
+        codes, block_scales, row_scale = nvfp4.quantize_rows(round_to(fp32(x), jnp.bfloat16))
+        x = nvfp4.decode(codes, block_scales, x.dtype)
+        scale = scale * lax.expand_dims(row_scale, range(1, scale.ndim))
+    return gemm(x, weight.decode(x.dtype)) * scale
+
+
+def expert(x: jax.Array, gate_up: ExpertWeight, down: ExpertWeight, numerics: Numerics, activations: str) -> jax.Array:
+    """One expert on every row. x: [R, M].  gate_up: [2, F, M].  down: [M, F].  Returns [R, M], rounded."""
+    hidden = expert_linear(x, gate_up, activations)
+    hidden = swiglu(hidden[:, 0], hidden[:, 1], numerics, x.dtype)
+    return round_to(expert_linear(hidden, down, activations), x.dtype)
+
+
+def experts_dense(
+    x: jax.Array, idx: jax.Array, gate_up: ExpertWeight, down: ExpertWeight, numerics: Numerics, activations: str = "bf16"
+) -> jax.Array:
     """Every expert on every row, then a choice: the reference of `experts`, and differentiable.
 
-    Args:     x: [R, M].  idx: [R, top_k].  gate_up: [E, 2, F, M].  down: [E, M, F].
+    Args:     x: [R, M].  idx: [R, top_k].  gate_up: [E, 2, F, M].  down: [E, M, F].  activations: with NVFP4 weights, "bf16",
+              or "nvfp4" to quantise what enters either GEMM, row by row.
     Returns:  [R, top_k, M], each routed row's down projection, rounded.
     """
     dtype = x.dtype
+    if isinstance(gate_up, NVFP4Weight):  # one expert after another, so that no more than one is there decoded
+        out = lax.map(lambda weights: expert(x, *weights, numerics, activations), (gate_up, down))
+        return out[idx, jnp.arange(x.shape[0])[:, None]]
     hidden = jnp.einsum("rm,ecfm->cref", x, gate_up, precision="highest", preferred_element_type=jnp.float32)
     hidden = swiglu(hidden[0], hidden[1], numerics, dtype)
     out = jnp.einsum("ref,emf->rem", hidden, down, precision="highest", preferred_element_type=jnp.float32)
@@ -154,27 +198,26 @@ def experts_dense(x: jax.Array, idx: jax.Array, gate_up: jax.Array, down: jax.Ar
 _FEW_ROWS = 32  # rows of one step: a token, or a tree
 
 
-def experts(x: jax.Array, idx: jax.Array, gate_up: jax.Array, down: jax.Array, numerics: Numerics) -> jax.Array:
+def experts(
+    x: jax.Array, idx: jax.Array, gate_up: ExpertWeight, down: ExpertWeight, numerics: Numerics, activations: str = "bf16"
+) -> jax.Array:
     """Each row through its own experts only. Arguments and result are those of `experts_dense`.
 
     Routed rows are sorted by expert and cut into blocks that belong to one expert each, so that a block is two small GEMMs
     with that expert's matrices and no matrix is copied per row. Shapes are fixed: the number of blocks is the most that
-    any routing can need.
+    any routing can need. NVFP4 weights are decoded within a block.
     """
-    dtype, (rows, top_k), num_experts = x.dtype, idx.shape, gate_up.shape[0]
+    (rows, top_k), num_experts = idx.shape, gate_up.shape[0]
     routed = rows * top_k
 
-    def one_block(x_block: jax.Array, expert: jax.Array) -> jax.Array:
-        gate_up_e = lax.dynamic_index_in_dim(gate_up, expert, keepdims=False)
-        down_e = lax.dynamic_index_in_dim(down, expert, keepdims=False)
-        gate_up_rows = linear(x_block, gate_up_e.reshape(-1, gate_up_e.shape[-1]))
-        gate, up = jnp.split(gate_up_rows, 2, axis=-1)
-        return round_to(linear(swiglu(gate, up, numerics, dtype), down_e), dtype)
+    def one_block(x_block: jax.Array, expert_idx: jax.Array) -> jax.Array:
+        of_expert = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, expert_idx, keepdims=False), (gate_up, down))
+        return expert(x_block, *of_expert, numerics, activations)
 
     if rows <= _FEW_ROWS and routed >= 2 * num_experts:
         # About every expert has a row, so all weights are read anyhow, and few rows cost little: two GEMMs in place of a
         # loop over blocks (16 rows, 4 of 16 experts, two CPU cores: 0.3 ms against 0.5-0.8 ms).
-        return experts_dense(x, idx, gate_up, down, numerics)
+        return experts_dense(x, idx, gate_up, down, numerics, activations)
     if rows == 1:  # one token: its experts are distinct, there is nothing to sort
         out = [one_block(x, idx[0, k]) for k in range(top_k)]
         return jnp.stack(out, axis=1)
@@ -195,8 +238,8 @@ def experts(x: jax.Array, idx: jax.Array, gate_up: jax.Array, down: jax.Array, n
     expert_of_block = jnp.minimum(expert_of_block, num_experts - 1)
 
     def body(_, block_inputs):
-        rows_of_block, expert = block_inputs
-        return None, one_block(x[rows_of_block], expert)
+        rows_of_block, expert_idx = block_inputs
+        return None, one_block(x[rows_of_block], expert_idx)
 
     _, out = lax.scan(body, None, (source.reshape(num_blocks, block), expert_of_block))
     place_of = jnp.zeros(routed, jnp.int32).at[order].set(place, unique_indices=True)
