@@ -1,26 +1,16 @@
-"""Checkpoints of Muse Spark and its draft: Hugging Face directories of safetensors, into device arrays and back."""
+"""Checkpoints of Muse Spark and its draft in three formats, HF, Orbax and packed: into device arrays and to each other."""
 
-from checkpoints.hf import (
-    CheckpointReader,
-    LoadReport,
-    checkpoint_dtype,
-    load_draft_params,
-    load_text_params,
-    read_config,
-    read_draft_config,
-    save_draft,
-    save_hf,
-    sharded_put,
-)
+from checkpoints.hf import HFReader, LoadReport, checkpoint_dtype, save_draft, save_hf
+from checkpoints.loading import load_params, open_reader, read_config, read_draft_config, sharded_put
 from checkpoints.shards import CheckpointError
 
 __all__ = [
     "CheckpointError",
-    "CheckpointReader",
+    "HFReader",
     "LoadReport",
     "checkpoint_dtype",
-    "load_draft_params",
-    "load_text_params",
+    "load_params",
+    "open_reader",
     "read_config",
     "read_draft_config",
     "save_draft",

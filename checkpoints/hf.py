@@ -9,12 +9,14 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import re
 import shutil
 import tempfile
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,14 +26,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from checkpoints import modelopt
 from checkpoints.shards import (
     DTYPE_NAMES,
+    DTYPES,
     INDEX_FILE,
     SINGLE_FILE,
     WEIGHT_DTYPES,
     CheckpointError,
     OutgoingTensor,
     StoredTensor,
+    collector_off,
     open_directory,
     read_header,
     read_json,
@@ -39,25 +44,35 @@ from checkpoints.shards import (
     write_json,
     write_safetensors,
 )
-from muse_jax.config import ConfigError, ModelConfig
+from muse_jax.config import ConfigError, MLPKind, ModelConfig
 from muse_jax.draft_config import DraftConfig
-from muse_jax.layout import TensorSpec, insert, is_skipped
+from muse_jax.layout import TEXT_PREFIX, TensorSpec, is_skipped
 from muse_jax.layout import tensors as tensor_specs
 
 CONFIG_FILE = "config.json"
 # A draft may bring its own embedding of the mask token. Others store it as a pickle, which runs code when it is opened.
 MASK_FILE = "mask_embedding.safetensors"
 _MASK_PICKLE = "mask_embedding.pt"
+MAX_SHARD_BYTES = 5_000_000_000
 
-# Reads a slice of one parameter: a tuple of slices, leading axes first, in; an array of the parameter's dtype out.
-ReadSlice = Callable[[tuple[slice, ...]], np.ndarray]
-# Makes a parameter: put(spec, shape, dtype, read_slice) -> leaf.
-Put = Callable[[TensorSpec, tuple[int, ...], np.dtype, ReadSlice], Any]
-
-# A stack of experts may also be stored as one tensor per expert and projection (muse_spark.md section 2.3), which then
-# are the stack's last two axes, in the order of its leading ones.
-_EXPERT_PROJECTIONS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_PER_EXPERT = re.compile(r"(.+\.mlp\.experts)\.[0-9]+\.(?:gate|up|down)_proj\.weight")
+# A stack of experts may also be stored as one tensor per expert and projection (muse_spark.md section 2.3), in the order
+# of the stack's leading axes: name of the stack -> projections, and how the name of each one's tensor ends.
+_PER_EXPERT_NAMES = {
+    f"{stack}{suffix}": (projections, ending)
+    for stack, projections in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",)))
+    for suffix, ending in (
+        ("", "weight"),
+        ("_weight_scale", "weight_scale"),
+        ("_weight_scale_2", "weight_scale_2"),
+        ("_input_scale", "input_scale"),
+    )
+}
+_STACK_OF = {
+    (projection, ending): stack for stack, (projections, ending) in _PER_EXPERT_NAMES.items() for projection in projections
+}
+_PER_EXPERT = re.compile(
+    r"(.+\.mlp\.experts)\.[0-9]+\.((?:gate|up|down)_proj)\.(weight|weight_scale|weight_scale_2|input_scale)"
+)
 # Other names of a draft's tensors (dflash2.md section 1.2), tried in this order.
 _DRAFT_ALIASES = tuple(
     (re.compile(pattern), name)
@@ -80,7 +95,8 @@ class LoadReport:
     num_bytes: int  # of their tensors in the files
     num_skipped: int  # tensors of the vision and audio towers and other known ones that text does not need
     skipped_bytes: int
-    dtypes: tuple[str, ...]  # of the parameters' tensors in the files: "BF16", "F32" or both
+    dtypes: tuple[str, ...]  # of the parameters' tensors in the files, as safetensors spells them
+    skipped_families: tuple[str, ...] = ()  # what the skipped ones belong to: "model.vision_tower"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +112,23 @@ class _Source:
 
 
 def read_config(directory: str | os.PathLike) -> ModelConfig:
-    """The model of a checkpoint directory.
+    """The model of a checkpoint directory; which layers have NVFP4 experts is seen from the tensors.
 
     Raises:   CheckpointError if the directory or its config.json is missing or unreadable; ConfigError, also a
               ValueError, if it describes a model that is not implemented.
+    Warns:    if the quantisation metadata disagrees with the tensors.
     """
-    return ModelConfig.from_hf(read_json(_existing(directory) / CONFIG_FILE))
+    directory = existing(directory)
+    raw = read_json(directory / CONFIG_FILE)
+    config = ModelConfig.from_hf(raw)
+    if not any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
+        return config
+    dtypes = {name: tensor.dtype for name, tensor in open_directory(directory).items()}
+    config = dataclasses.replace(config, nvfp4_layers=_nvfp4_layers(config, dtypes))
+    excluded = modelopt.read_excluded(directory, raw)
+    if excluded is not None and (note := modelopt.disagreement(excluded, config)):
+        warnings.warn(f"{directory}: {note}", stacklevel=2)
+    return config
 
 
 def read_draft_config(directory: str | os.PathLike) -> DraftConfig:
@@ -110,7 +137,7 @@ def read_draft_config(directory: str | os.PathLike) -> DraftConfig:
     Raises:   CheckpointError if the directory or its config.json is missing or unreadable, or if a mask embedding is
               there as a pickle only; ConfigError for a draft that is not implemented.
     """
-    directory = _existing(directory)
+    directory = existing(directory)
     try:
         config = DraftConfig.from_hf(read_json(directory / CONFIG_FILE))
     except ConfigError as error:  # its fields have the names of the target's
@@ -123,19 +150,22 @@ def checkpoint_dtype(config: ModelConfig | DraftConfig) -> np.dtype:
     return jnp.dtype(config.dtype)
 
 
-class CheckpointReader:
+class HFReader:
     """The text tensors of a target or the tensors of a draft, all checked against the config before any of them is read.
 
     Args:     directory: holds `model.safetensors`, or `model.safetensors.index.json` and its shards; of a draft also
                   `mask_embedding.safetensors`, if it has one.
-              config: says which tensors there are and their shapes; BF16 and F32 are accepted for each.
+              config: says which tensors there are and their shapes. BF16 and F32 are accepted for each but the codes
+                  (U8) and block scales (F8_E4M3) of NVFP4 experts.
     Raises:   CheckpointError naming every kind of fault found: unreadable files, and missing, unknown, misshapen,
               quantised or doubly stored tensors.
     """
 
+    @collector_off()
     def __init__(self, directory: str | os.PathLike, config: ModelConfig | DraftConfig) -> None:
-        directory = _existing(directory)
+        directory = existing(directory)
         stored = open_directory(directory)
+        self.config = config
         self.specs = tensor_specs(config)
         is_draft = isinstance(config, DraftConfig)
         self.skipped = tuple(filter(_is_rotary_buffer if is_draft else is_skipped, stored))
@@ -150,17 +180,22 @@ class CheckpointReader:
             num_skipped=len(self.skipped),
             skipped_bytes=sum(stored[name].nbytes for name in self.skipped),
             dtypes=tuple(sorted({part.dtype for part in parts})),
+            skipped_families=tuple(sorted({".".join(name.split(".")[:2]) for name in self.skipped})),
         )
 
     def num_bytes(self, spec: TensorSpec) -> int:
         """Bytes of the files that hold the parameter."""
         return self._sources[spec.name].nbytes
 
+    def dtype(self, spec: TensorSpec) -> np.dtype:
+        """The parameter's dtype in the files; the widest, if the tensors of a stack differ."""
+        return max((DTYPES[part.dtype] for part in self._sources[spec.name].parts), key=lambda dtype: dtype.itemsize)
+
     def read(self, spec: TensorSpec, dtype: DTypeLike, index: tuple[slice, ...] = ()) -> np.ndarray:
         """Reads a slice of a parameter and no other bytes.
 
         Args:     index: slices of step 1 into `spec.param_shape`, leading axes first; axes not given are whole.
-        Returns:  a new array of `dtype`, bf16 or fp32; fp32 in the file is rounded to nearest even for bf16.
+        Returns:  a new array of `dtype`; fp32 in the file is rounded to nearest even for bf16.
         Raises:   CheckpointError if a file changed since it was checked, or ends early.
         """
         source, shape = self._sources[spec.name], spec.param_shape
@@ -171,58 +206,8 @@ class CheckpointReader:
         for cell in np.ndindex(out.shape[:axes]):
             position = tuple(start + i for (start, _), i in zip(bounds, cell, strict=False))
             part = source.parts[np.ravel_multi_index(position, source.grid) if axes else 0]
-            part.read_into(out[cell], shape[axes:], bounds[axes:])
+            part.read_into(out[(*cell, ...)], shape[axes:], bounds[axes:])  # the ellipsis keeps a scalar a view
         return out
-
-
-def load_text_params(
-    directory: str | os.PathLike,
-    config: ModelConfig,
-    *,
-    dtype: DTypeLike,
-    put: Put | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> tuple[dict[str, Any], LoadReport]:
-    """Loads the text decoder's parameters, one tensor at a time on the host.
-
-    Args:     dtype: bf16 or fp32, of the parameters; those with a `TensorSpec.dtype` have that in any case.
-              put: makes the array of a parameter, `put(spec, shape, dtype, read_slice)`; `read_slice(index)` reads a
-                  tuple of slices from the file. Default: whole, on the default device; see also `sharded_put`.
-              progress: called with (bytes done, bytes in all) of the files, before the first tensor and after each.
-    Returns:  a nested dict following `TensorSpec.path` (under "layers" by layer index), each leaf what `put` returned:
-              an array of `param_shape`; and what was found.
-    Raises:   CheckpointError; nothing is kept of what was loaded until then.
-    """
-    return _load(directory, config, dtype, put or _put_whole, progress)
-
-
-def load_draft_params(
-    directory: str | os.PathLike,
-    config: DraftConfig,
-    *,
-    dtype: DTypeLike,
-    put: Put | None = None,
-    progress: Callable[[int, int], None] | None = None,
-) -> tuple[dict[str, Any], LoadReport]:
-    """Loads a draft's parameters, as `load_text_params` does a target's.
-
-    The names that dflash and other engines give to its tensors are all understood (dflash2.md section 1.2); a tensor
-    that is missing, unknown or there under two names is an error, since a draft without one still runs, uselessly.
-
-    Args:     config: of `read_draft_config`.  dtype, put, progress: as in `load_text_params`.
-    Returns:  a nested dict following `draft_tensors`; and what was found.
-    Raises:   CheckpointError; nothing is kept of what was loaded until then.
-    """
-    return _load(directory, config, dtype, put or _put_whole, progress)
-
-
-def sharded_put(shardings: Callable[[TensorSpec], jax.sharding.Sharding]) -> Put:
-    """A `put` for loading that reads for each device of this process its own slice and no more."""
-
-    def put(spec: TensorSpec, shape: tuple[int, ...], dtype: np.dtype, read_slice: ReadSlice) -> jax.Array:
-        return jax.make_array_from_callback(shape, shardings(spec), read_slice, dtype=dtype)
-
-    return put
 
 
 def save_hf(
@@ -232,21 +217,21 @@ def save_hf(
     *,
     dtype: DTypeLike,
     extra_tensors: Mapping[str, np.ndarray] | None = None,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes a directory that `load_text_params` and transformers load; a checkpoint already there is replaced.
+    """Writes a directory that `load_params` and transformers load; a checkpoint already there is replaced.
 
     An interrupted run leaves what was there before, or a directory without config.json, which nothing loads. Other
     files of the directory (a tokenizer) are not touched.
 
-    Args:     params: nested dict of arrays as `load_text_params` returns it, of any floating dtype, sharded or not.
+    Args:     params: nested dict of arrays as `load_params` returns it, of any floating dtype, sharded or not.
               config_json: the content of config.json, stored as it is; its dtype must be `dtype`.
               dtype: bf16 or fp32, of the text tensors; those with a `TensorSpec.dtype` have that in any case.
               extra_tensors: weights of the towers by their names in the file, stored as they are.
               max_shard_bytes: beyond this the tensors are split into several files, in the order of the layout.
     Raises:   CheckpointError if params, extra_tensors or dtype do not fit the config; ConfigError; OSError.
     """
-    dtype = _weight_dtype(dtype)
+    dtype = weight_dtype(dtype)
     tensors = _outgoing(params, ModelConfig.from_hf(config_json), dtype)
     _save(directory, config_json, [*tensors, *_outgoing_extra(extra_tensors or {})], max_shard_bytes)
 
@@ -257,18 +242,18 @@ def save_draft(
     directory: str | os.PathLike,
     *,
     dtype: DTypeLike,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Writes a draft that `load_draft_params` and dflash load, with the published names; as atomic as `save_hf`.
+    """Writes a draft that `load_params` and dflash load, with the published names; as atomic as `save_hf`.
 
     A mask embedding in `params` goes to mask_embedding.safetensors, which dflash does not read.
 
-    Args:     params: nested dict of arrays as `load_draft_params` returns it, of any floating dtype, sharded or not.
+    Args:     params: nested dict of arrays as `load_params` returns it, of any floating dtype, sharded or not.
               config_json, dtype, max_shard_bytes: as in `save_hf`.
     Raises:   CheckpointError if params or dtype do not fit the config; ConfigError; OSError.
     """
     config = dataclasses.replace(DraftConfig.from_hf(config_json), has_mask_embedding="mask_embedding" in params)
-    tensors = _outgoing(params, config, _weight_dtype(dtype))
+    tensors = _outgoing(params, config, weight_dtype(dtype))
     side_files = {MASK_FILE: [], _MASK_PICKLE: []}
     if config.has_mask_embedding:
         token = np.array(config.mask_token_id, np.int64)
@@ -279,14 +264,14 @@ def save_draft(
     _save(directory, config_json, tensors, max_shard_bytes, side_files)
 
 
-def _existing(directory: str | os.PathLike) -> Path:
+def existing(directory: str | os.PathLike) -> Path:
     path = Path(directory)
     if not path.is_dir():
         raise CheckpointError(f"{path}: {'not a directory' if path.exists() else 'no such directory'}")
     return path
 
 
-def _weight_dtype(dtype: DTypeLike) -> np.dtype:
+def weight_dtype(dtype: DTypeLike) -> np.dtype:
     dtype = jnp.dtype(dtype)
     if dtype not in WEIGHT_DTYPES.values():
         raise CheckpointError(f"dtype = {dtype.name}: allowed are bfloat16 and float32")
@@ -340,41 +325,27 @@ def _draft_names(directory: Path, stored: Iterable[tuple[str, StoredTensor]]) ->
     return named
 
 
-def _load(
-    directory: str | os.PathLike,
-    config: ModelConfig | DraftConfig,
-    dtype: DTypeLike,
-    put: Put,
-    progress: Callable[[int, int], None] | None,
-) -> tuple[dict[str, Any], LoadReport]:
-    dtype = _weight_dtype(dtype)
-    reader = CheckpointReader(directory, config)
-    done, total = 0, reader.report.num_bytes
-    params: dict[str, Any] = {}
-    try:
-        if progress:
-            progress(done, total)
-        for spec in reader.specs:
-            leaf_dtype = spec.dtype_in(dtype)
-            read_slice = functools.partial(reader.read, spec, leaf_dtype)
-            # Transfers run behind; waiting keeps the host from holding more than this tensor.
-            insert(params, spec.path, jax.block_until_ready(put(spec, spec.param_shape, leaf_dtype, read_slice)))
-            done += reader.num_bytes(spec)
-            if progress:
-                progress(done, total)
-    except BaseException:
-        params.clear()  # whoever keeps the exception would keep this frame, and device memory with it
-        raise
-    return params, reader.report
+def _nvfp4_layers(config: ModelConfig, dtypes: Mapping[str, str]) -> tuple[int, ...]:
+    """The sparse layers of which some expert matrix is uint8 and has block scales, however the experts are stored."""
+
+    def is_packed(experts: str, name: str) -> bool:
+        (first, *_), ending = _PER_EXPERT_NAMES[name]
+        pairs = ((f"{experts}.{name}", "_weight_scale"), (f"{experts}.0.{first}.{ending}", "_scale"))
+        return any(dtypes.get(weight) == "U8" and weight + scale in dtypes for weight, scale in pairs)
+
+    return tuple(
+        i
+        for i, kind in enumerate(config.mlp_layer_types)
+        if kind == MLPKind.SPARSE
+        and any(is_packed(f"{TEXT_PREFIX}layers.{i}.mlp.experts", name) for name in ("gate_up_proj", "down_proj"))
+    )
 
 
 def _match(directory: Path, specs: tuple[TensorSpec, ...], stored: Mapping[str, StoredTensor]) -> dict[str, _Source]:
     """Finds the tensors of each parameter, or raises one CheckpointError with everything that does not fit."""
-    if quantised := [name for name in stored if _QUANTISED.fullmatch(name)]:
-        raise CheckpointError(
-            f"{directory}: quantised weights are not supported ({some(quantised)}); expected BF16 or F32 tensors only"
-        )
-    per_expert = Counter(match[1] for name in stored if (match := _PER_EXPERT.fullmatch(name)))
+    matches = filter(None, map(_PER_EXPERT.fullmatch, stored))
+    per_expert = Counter((match[1], _STACK_OF[match[2], match[3]]) for match in matches)
+    per_expert_prefixes = {prefix for prefix, _ in per_expert}
     sources: dict[str, _Source] = {}
     missing: list[str] = []
     misshapen: list[str] = []
@@ -384,43 +355,45 @@ def _match(directory: Path, specs: tuple[TensorSpec, ...], stored: Mapping[str, 
         prefix, _, stem = spec.name.rpartition(".")
         grid: tuple[int, ...] = ()
         names, shape = [spec.name], spec.shape
-        if per_expert[prefix] and stem in _EXPERT_PROJECTIONS:
+        if prefix in per_expert_prefixes and stem in _PER_EXPERT_NAMES:
             if spec.name in stored:
                 raise CheckpointError(f"{directory}: {prefix} has both the stack {stem} and tensors for each expert")
-            grid, shape = spec.param_shape[:-2], spec.param_shape[-2:]
-            if per_expert[prefix] < grid[0]:  # also keeps a huge number of experts from becoming a list of names
-                raise CheckpointError(
-                    f"{directory}: {prefix} has {per_expert[prefix]} tensors for num_local_experts = {grid[0]}"
-                )
+            projections, ending = _PER_EXPERT_NAMES[stem]
+            axes = 2 if len(projections) == 2 else 1  # experts, and gate and up
+            grid, shape = spec.param_shape[:axes], spec.param_shape[axes:]
+            if 2 * per_expert[prefix, stem] < math.prod(grid):  # keeps names that are not there from becoming a long list
+                found = sum(count for (owner, _), count in per_expert.items() if owner == prefix)
+                raise CheckpointError(f"{directory}: {prefix} has {found} tensors for num_local_experts = {grid[0]}")
             names = [
-                f"{prefix}.{expert}.{projection}.weight"
-                for expert, projection in itertools.product(range(grid[0]), _EXPERT_PROJECTIONS[stem])
+                f"{prefix}.{expert}.{projection}.{ending}"
+                for expert, projection in itertools.product(range(grid[0]), projections)
             ]
         used.update(names)
         found = {name: stored[name] for name in names if name in stored}
         missing += [name for name in names if name not in found]
+        allowed = tuple(WEIGHT_DTYPES) if spec.dtype in (None, np.float32) else (DTYPE_NAMES[spec.dtype],)
         for part in found.values():
-            if part.shape != shape:
+            if part.shape != shape and not (shape == () and part.shape == (1,)):
                 misshapen.append(f"{some([part.name])} is {list(part.shape)[:8]}, expected {list(shape)}")
-            if part.dtype not in WEIGHT_DTYPES:
-                mistyped.append(f"{some([part.name])} is {part.dtype}")
+            if part.dtype not in allowed:
+                mistyped.append(f"{some([part.name])} is {part.dtype}, expected {' or '.join(allowed)}")
         sources[spec.name] = _Source(grid, tuple(found.values()))
     faults = []
-    if unknown := stored.keys() - used:
+    unknown = stored.keys() - used
+    if quantised := [name for name in unknown if _QUANTISED.fullmatch(name)]:
+        faults.append(f"quantised weights are not supported ({some(quantised)}) but for the experts of a target, as NVFP4")
+        unknown -= set(quantised)
+    if unknown:
         faults.append(f"{len(unknown)} unknown: {some(stored[name].name for name in unknown)}")
     if missing:
         faults.append(f"{len(missing)} missing: {some(missing)}")
     if misshapen:
         faults.append(f"{len(misshapen)} with the wrong shape: {'; '.join(misshapen[:3])}")
     if mistyped:
-        faults.append(f"{len(mistyped)} with a dtype other than {' and '.join(WEIGHT_DTYPES)}: {', '.join(mistyped[:3])}")
+        faults.append(f"{len(mistyped)} with the wrong dtype: {'; '.join(mistyped[:3])}")
     if faults:
         raise CheckpointError(f"{directory}: tensors do not fit config.json: {'; '.join(faults)}")
     return sources
-
-
-def _put_whole(spec: TensorSpec, shape: tuple[int, ...], dtype: np.dtype, read_slice: ReadSlice) -> jax.Array:
-    return jax.device_put(read_slice(()))
 
 
 def _leaves(tree: Mapping, path: tuple = ()) -> Iterator[tuple[tuple, Any]]:
@@ -478,16 +451,16 @@ def _to_host(leaf: Any, dtype: np.dtype) -> np.ndarray:
     return out
 
 
-def _split(tensors: list[OutgoingTensor], max_shard_bytes: int) -> dict[str, list[OutgoingTensor]]:
+def split_files(nbytes: Mapping[str, int], max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, list[str]]:
     """Tensors by file name, filled in order; a tensor larger than the limit has a file to itself."""
-    shards: list[list[OutgoingTensor]] = []
+    shards: list[list[str]] = []
     room = 0
-    for tensor in tensors:
-        if not shards or tensor.nbytes > room:
+    for name, size in nbytes.items():
+        if not shards or size > room:
             shards.append([])
             room = max_shard_bytes
-        shards[-1].append(tensor)
-        room -= tensor.nbytes
+        shards[-1].append(name)
+        room -= size
     if len(shards) == 1:
         return {SINGLE_FILE: shards[0]}
     return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, start=1)}
@@ -508,12 +481,15 @@ def _save(
     directory.mkdir(parents=True, exist_ok=True)
     with _beside(directory) as partial:
         write_json(partial / CONFIG_FILE, config_json)
-        shards = _split(tensors, max_shard_bytes)
-        for file, shard in [*shards.items(), *side_files.items()]:
-            if shard:
-                write_safetensors(partial / file, shard)
+        shards = split_files({tensor.name: tensor.nbytes for tensor in tensors}, max_shard_bytes)
+        by_name = {tensor.name: tensor for tensor in tensors}
+        for file, names in shards.items():
+            write_safetensors(partial / file, [by_name[name] for name in names])
+        for file, side in side_files.items():
+            if side:
+                write_safetensors(partial / file, side)
         if len(shards) > 1:
-            shard_of = {tensor.name: file for file, shard in shards.items() for tensor in shard}
+            shard_of = {name: file for file, names in shards.items() for name in names}
             total = sum(tensor.nbytes for tensor in tensors)
             write_json(partial / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": shard_of})
         _publish(partial, directory, side_files)
@@ -532,18 +508,18 @@ def _beside(directory: Path) -> Iterator[Path]:
 def _publish(partial: Path, directory: Path, side_files: Iterable[str]) -> None:
     """Moves a finished checkpoint into place; without config.json, which goes first and comes last, nothing loads."""
     (directory / CONFIG_FILE).unlink(missing_ok=True)
-    _sync_directory(directory)
+    sync_directory(directory)
     old_files = [directory / name for name in (SINGLE_FILE, INDEX_FILE, *side_files)]
     for old in (*old_files, *directory.glob("model-*-of-*.safetensors")):
         old.unlink(missing_ok=True)
     for new in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_FILE):
         if new.name == CONFIG_FILE:
-            _sync_directory(directory)
+            sync_directory(directory)
         os.replace(new, directory / new.name)
-    _sync_directory(directory)
+    sync_directory(directory)
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

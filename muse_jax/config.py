@@ -31,6 +31,8 @@ _NUM_LAYERS = 62
 _MAX_SIZE = 2**31 - 1
 _MIN_FLOAT, _MAX_FLOAT = 1e-30, 1e30  # products of two such settings are still float32
 # Far above any model; they keep a hostile file from asking for tables of billions of entries.
+_MAX_EXCLUDED = 10_000
+_MAX_WILDCARDS, _MAX_MODULE_NAME = 8, 300  # the time to match a name grows with both
 _MAX_OF = {"num_hidden_layers": 4096, "num_local_experts": 65_536}
 
 
@@ -133,7 +135,7 @@ class ModelConfig(AttentionSizes):
             raise ConfigError(f"model_type = {shown(model_type)}: only 'muse_spark' and 'muse_spark_text' are supported")
         for holder in (raw, text):
             if holder.get("quantization_config") is not None:
-                raise ConfigError("quantization_config is set: quantised checkpoints are not supported by this version")
+                excluded_modules(holder["quantization_config"], "quantization_config")
         _refuse_other_models(text)
 
         default = cls()
@@ -174,7 +176,7 @@ def shown(value: Any) -> str:
     """A value of the file as a message may show it: short, on one line."""
     try:
         text = repr(value)
-    except ValueError:  # an integer of more digits than Python prints
+    except (ValueError, RecursionError):  # an integer of more digits than Python prints, lists nested hundreds deep
         return f"a {type(value).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -273,6 +275,44 @@ def _refuse_other_models(raw: Mapping[str, Any]) -> None:
             raise ConfigError(f"{field} = {shown(raw[field])}: only {shown(value)} is supported")
     if "final_logit_softcapping" in raw and raw["final_logit_softcapping"] is None:
         raise ConfigError("final_logit_softcapping = None: expected a finite number above 0")
+
+
+def excluded_modules(quantization: Any, where: str, nested: bool = True) -> tuple[str, ...]:
+    """What a checkpoint says about its quantisation, as ModelOpt writes it into config.json or hf_quant_config.json.
+
+    Returns:  the modules said not to be quantised, as names or patterns. The tensors decide, not this list.
+    Raises:   ConfigError for anything but NVFP4 in groups of 16; it begins with `where`.
+    """
+    if not isinstance(quantization, Mapping):
+        raise ConfigError(f"{where} = {shown(quantization)}: expected an object")
+    method = quantization.get("quant_method", "modelopt")
+    if method != "modelopt":
+        raise ConfigError(f"{where}.quant_method = {shown(method)}: only 'modelopt' is supported")
+    if nested and "quantization" in quantization:  # the form of hf_quant_config.json
+        return excluded_modules(quantization["quantization"], f"{where}.quantization", nested=False)
+    algorithm = quantization.get("quant_algo")
+    if algorithm != "NVFP4":
+        raise ConfigError(f"{where}.quant_algo = {shown(algorithm)}: only 'NVFP4' is supported")
+    sizes = [quantization["group_size"]] if "group_size" in quantization else []
+    groups = quantization.get("config_groups", {})
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        if isinstance(weights, Mapping) and "group_size" in weights:
+            sizes.append(weights["group_size"])
+    for size in sizes:
+        if type(size) is not int or size != NVFP4_BLOCK:
+            raise ConfigError(f"{where}: group_size = {shown(size)}: NVFP4 has groups of {NVFP4_BLOCK}")
+    modules = quantization.get("exclude_modules", quantization.get("ignore")) or []
+    named = isinstance(modules, (list, tuple)) and all(isinstance(module, str) for module in modules)
+    if not named or len(modules) > _MAX_EXCLUDED:
+        raise ConfigError(f"{where}.exclude_modules = {shown(modules)}: expected a list of at most {_MAX_EXCLUDED} names")
+    for module in modules:
+        if len(module) > _MAX_MODULE_NAME or sum(map(module.count, "*?[")) > _MAX_WILDCARDS:
+            raise ConfigError(
+                f"{where}.exclude_modules has {shown(module)}: expected names of at most {_MAX_MODULE_NAME} characters "
+                f"with at most {_MAX_WILDCARDS} wildcards"
+            )
+    return tuple(modules)
 
 
 def _check(config: ModelConfig) -> None:

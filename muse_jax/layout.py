@@ -60,6 +60,14 @@ class TensorSpec:
         """The parameter's dtype in a model of bf16 or fp32."""
         return jnp.dtype(model_dtype) if self.dtype is None else self.dtype
 
+    def rank_part(self, tp: int, rank: int) -> tuple[slice, ...]:
+        """What `rank` of `tp` holds of the parameter, as slices of all its axes."""
+        part = [slice(0, size) for size in self.param_shape]
+        if self.is_split(tp):
+            rows = self.param_shape[self.shard_axis] // tp
+            part[self.shard_axis] = slice(rank * rows, (rank + 1) * rows)
+        return tuple(part)
+
     def is_split(self, tp: int) -> bool:
         """Whether each of `tp` ranks has its own part; an axis that the ranks do not divide is replicated."""
         if self.shard_axis is None:
@@ -162,6 +170,47 @@ def draft_tensors(config: DraftConfig) -> tuple[TensorSpec, ...]:
     if config.has_mask_embedding:
         add("mask_embedding", ("mask_embedding",), d)
     return tuple(specs)
+
+
+# The packed layout: one file a rank, in which each parameter begins at a multiple of a page (direct I/O needs that) and
+# lies as the megakernel reads it. Matrices that are GEMM operands are cut into tiles of 64 rows by 128 bytes (a Hopper or
+# Blackwell shared-memory tile with the 128-byte swizzle: 64 bf16 values or 256 NVFP4 codes of a row), so that a stage of
+# whole tiles is one contiguous copy; tiles follow each other along a row of tiles, then down, one matrix after the other.
+# Tiles at the edges are smaller, so nothing is padded. Block scales have tiles of 64 rows by 16, those of one tile of codes.
+# Everything else is row major: vectors, and tables of which single rows are gathered.
+PACKED_VERSION = 1
+PACKED_ALIGNMENT = 4096
+TILE_ROWS, TILE_BYTES, TILE_SCALES = 64, 128, 16
+_GATHERED = ("embedding", "predecessor_codebook", "successor_codebook", "base_kernel", "global_scale", "input_scale")
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedTensor:
+    """One parameter in the packed file of each rank; place and shape are the same for all ranks."""
+
+    spec: TensorSpec
+    shape: tuple[int, ...]  # of a rank's part of `spec.param_shape`
+    dtype: np.dtype
+    offset: int  # of its first byte in the file
+    tile: tuple[int, int] | None  # rows, and bytes of a row; None: row major
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def packed_tensors(config: ModelConfig | DraftConfig, tp: int) -> tuple[PackedTensor, ...]:
+    """The table of a packed checkpoint's files, in file order, which is the order in which a step reads the weights."""
+    table: list[PackedTensor] = []
+    end = 0
+    for spec in tensors(config):
+        shape = tuple(part.stop - part.start for part in spec.rank_part(tp, 0))
+        tiled = len(shape) > 1 and spec.path[-1] not in _GATHERED
+        tile = (TILE_ROWS, TILE_SCALES if spec.path[-1] == "block_scales" else TILE_BYTES) if tiled else None
+        tensor = PackedTensor(spec, shape, spec.dtype_in(config.dtype), -(-end // PACKED_ALIGNMENT) * PACKED_ALIGNMENT, tile)
+        table.append(tensor)
+        end = tensor.offset + tensor.nbytes
+    return tuple(table)
 
 
 def insert(tree: dict, path: tuple[str | int, ...], leaf: Any) -> None:

@@ -25,6 +25,7 @@ from muse_jax.draft import DFlash2
 from muse_jax.draft_config import DraftConfig
 from muse_jax.model import MuseSpark
 from muse_jax.numerics import NUMERICS
+from muse_jax.ops import ACTIVATIONS
 from muse_jax.sampling import SamplingParams
 from muse_jax.speculation import Speculation
 from muse_jax.tokenizer import StreamDecoder, Tokenizer
@@ -46,6 +47,7 @@ def load(
     backend: str = "auto",
     numerics: str = "serving",
     dtype: str | None = None,
+    activations: str = "bf16",
     max_length: int | None = None,
     draft: str | Path | None = None,
     speculation: str | None = None,
@@ -62,6 +64,7 @@ def load(
       numerics: "serving", or "hf" to round where transformers does.
       dtype: "bfloat16" or "float32"; None: the checkpoint's on a GPU, float32 on a CPU (XLA for CPU widens bf16 weights
         at every step).
+      activations: of NVFP4 experts; "bf16", or "nvfp4" to quantise what their GEMMs read, as GPUs with FP4 units do.
       max_length: most positions of prompt and answer together; None: the config's max_position_embeddings.
       draft: directory of a DFlash2 draft; None: `draft` in `path`, if that is there.
       speculation: "tree"; "chain", one path; "sampled_chain", one path drawn from the draft and verified by rejection
@@ -73,13 +76,15 @@ def load(
       progress: called with (bytes done, bytes in all) while loading.
     Raises: ValueError (its subclasses included) with one line for anything wrong with arguments or files.
     """
-    from checkpoints import hf  # the one import of this package from here; see DESIGN section 2
+    import checkpoints  # the one import of this package from here; see DESIGN section 2
 
     if jax.config.jax_enable_x64:
         raise ValueError("jax_enable_x64 is on: muse_jax counts positions in 32 bits and needs it off, as it is by default")
     backend = resolve_backend(backend)
     if numerics not in NUMERICS:
         raise ValueError(f"numerics = {numerics!r}: allowed are {', '.join(map(repr, NUMERICS))}")
+    if activations not in ACTIVATIONS:
+        raise ValueError(f"activations = {activations!r}: allowed are {', '.join(map(repr, ACTIVATIONS))}")
     if speculation not in (None, *Speculation):
         raise ValueError(f"speculation = {speculation!r}: allowed are {', '.join(map(repr, map(str, Speculation)))}")
     for name, value, low, high in (("tree_size", tree_size, 2, MAX_TREE_SIZE), ("prefill_chunk", prefill_chunk, 1, _MAX_INT32)):
@@ -87,10 +92,12 @@ def load(
             raise ValueError(f"{name} = {value!r}: expected an integer from {low} to {high}")
     if mesh is not None:
         sharding.check_mesh(mesh)
-    config = hf.read_config(path)
+    config = checkpoints.read_config(path)
+    if activations == "nvfp4" and not config.nvfp4_layers:
+        raise ValueError("activations = 'nvfp4': this checkpoint has no NVFP4 experts, so only 'bf16' is allowed")
     draft_path, draft_config = _find_draft(path, draft, speculation), None
     if draft_path is not None:
-        draft_config = hf.read_draft_config(draft_path)
+        draft_config = checkpoints.read_draft_config(draft_path)
         draft_config.check_fits(config)
     if max_length is None:
         max_length = config.max_position_embeddings
@@ -104,17 +111,18 @@ def load(
     has_tokenizer = (Path(path) / "tokenizer.json").exists()
     tokenizer = Tokenizer.from_directory(path) if has_tokenizer else None
 
-    put = None if mesh is None else hf.sharded_put(functools.partial(sharding.param_sharding, mesh=mesh))
+    put = None if mesh is None else checkpoints.sharded_put(functools.partial(sharding.param_sharding, mesh=mesh))
+    num_ranks = 1 if mesh is None else mesh.size
     weights = _DTYPES[dtype]
-    params, _ = hf.load_text_params(path, config, dtype=weights, put=put, progress=progress)
-    module = MuseSpark(config, numerics=NUMERICS[numerics], dtype=jnp.dtype(weights))
+    params, _ = checkpoints.load_params(path, config, dtype=weights, put=put, num_ranks=num_ranks, progress=progress)
+    module = MuseSpark(config, numerics=NUMERICS[numerics], dtype=jnp.dtype(weights), activations=activations)
     valid_vocab = config.vocab_size if tokenizer is None else min(config.vocab_size, tokenizer.vocab_size)
     draft_module = draft_params = None
     if draft_config is not None:
         if draft_config.selector_top_k > valid_vocab:
             raise ValueError(f"the draft's selector_top_k = {draft_config.selector_top_k}: there are {valid_vocab} tokens")
         draft_module = DFlash2(draft_config, dtype=jnp.dtype(weights))
-        draft_params, _ = hf.load_draft_params(draft_path, draft_config, dtype=weights, put=put)
+        draft_params, _ = checkpoints.load_params(draft_path, draft_config, dtype=weights, put=put, num_ranks=num_ranks)
     model = Model.create(
         module,
         params,

@@ -36,7 +36,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 import muse_jax
-from checkpoints import CheckpointError, load_text_params, read_config, save_hf
+from checkpoints import CheckpointError, load_params, read_config, save_hf
 from muse_jax.config import ConfigError, MLPKind, ModelConfig, default_layer_types, default_layer_uses_rope
 from muse_jax.kv_cache import FullContext
 from muse_jax.layout import TensorSpec, is_skipped, parameter_tree, text_tensors
@@ -711,7 +711,7 @@ def add_towers(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     from transformers import AutoConfig, MuseSparkForConditionalGeneration
 
     config_json = json.loads((args.output / "config.json").read_text(encoding="utf-8"))
-    params, _ = load_text_params(args.output, read_config(args.output), dtype=jnp.bfloat16)
+    params, _ = load_params(args.output, read_config(args.output), dtype=jnp.bfloat16)
     torch.manual_seed(args.seed)
     fresh = MuseSparkForConditionalGeneration(AutoConfig.from_pretrained(args.output)).state_dict()
     towers = {name: tensor.float().numpy().astype(jnp.bfloat16) for name, tensor in fresh.items() if is_skipped(name)}

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, track
 from tokenizers import Tokenizer
 
-from checkpoints import load_text_params, read_config, save_draft
+from checkpoints import load_params, read_config, save_draft
 from muse_jax import ops, tree
 from muse_jax.attention import attend
 from muse_jax.config import AttentionKind, ModelConfig
@@ -580,7 +580,7 @@ def train_draft(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     config.check_fits(target)
     num_parameters = sum(spec.size for spec in draft_tensors(config))
     target_parameters = sum(spec.size for spec in text_tensors(target))
-    params, _ = load_text_params(args.output, target, dtype=compute_dtype())
+    params, _ = load_params(args.output, target, dtype=compute_dtype())
     trainer = Trainer(target, params, config, tokenizer, args, console)
     directory = args.output / "draft"
     check_saves(trainer.state.params, config_json, directory)

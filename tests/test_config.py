@@ -74,7 +74,7 @@ REJECTED = [
     ({"qk_scale_factor": 10**400}, "qk_scale_factor = 1000"),
     ({"eos_token_id": [1, "2"]}, "eos_token_id = [1, '2']: expected a token id, a list of token ids or null"),
     ({"bos_token_id": -1}, "bos_token_id = -1: expected an integer from 0 to 2147483647"),
-    ({"quantization_config": {"quant_method": "modelopt"}}, "quantization_config is set"),
+    ({"quantization_config": {"quant_method": "modelopt"}}, "quantization_config.quant_algo = None: only 'NVFP4'"),
     ({"dtype": "float16"}, "dtype = 'float16': allowed are 'bfloat16' and 'float32'"),
 ]
 

@@ -7,13 +7,14 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh
 
 from muse_jax import sharding
 from muse_jax.config import MUSE_SPARK_OPEN, TINY, ConfigError, MLPKind
-from muse_jax.layout import is_skipped, text_tensors
+from muse_jax.layout import is_skipped, packed_tensors, text_tensors
 from muse_jax.model import MuseSpark
 
 SPECS = {spec.name: spec for spec in text_tensors(MUSE_SPARK_OPEN)}
@@ -216,3 +217,39 @@ class TestReleasedNVFP4:
     def test_impossible_layers_are_refused(self, fields, message):
         with pytest.raises(ConfigError, match=message):
             dataclasses.replace(MUSE_SPARK_OPEN, **fields)
+
+
+class TestPacked:
+    """The files of a packed checkpoint of the real model, computed."""
+
+    config = TestReleasedNVFP4.config
+
+    @pytest.mark.parametrize("tp", [1, 2, 4, 8])
+    def test_tensors_follow_each_other_on_pages(self, tp):
+        end = 0
+        for tensor in packed_tensors(self.config, tp):
+            assert tensor.offset % 4096 == 0 and end <= tensor.offset < end + 4096
+            assert tensor.nbytes == math.prod(tensor.shape) * tensor.dtype.itemsize
+            end = tensor.offset + tensor.nbytes
+
+    def test_bytes_of_a_rank(self):
+        """muse_spark.md 5.1 has 66,577,299,456 without the final norm and the experts' scalars, which every rank holds."""
+        table = packed_tensors(self.config, 8)
+        scalars, final_norm = 60 * 256 * 6 * 4, 8192 * 2
+        assert sum(tensor.nbytes for tensor in table) == 66_577_299_456 + scalars + final_norm
+        assert table[-1].offset + table[-1].nbytes - sum(tensor.nbytes for tensor in table) < 4096 * len(table)
+
+    def test_the_parts_of_the_ranks_are_the_whole(self):
+        for spec in text_tensors(TINY):
+            for tp in (1, 2, 4, 8):
+                covered = np.zeros(spec.param_shape, np.int32)
+                for rank in range(tp):
+                    covered[spec.rank_part(tp, rank)] += 1
+                assert (covered == (1 if spec.is_split(tp) else tp)).all(), (spec.name, tp)
+
+    def test_tiles(self):
+        """What GEMMs read is in tiles; a tile of codes and one of their scales cover the same values."""
+        tiles = {tensor.spec.path[-1]: tensor.tile for tensor in packed_tensors(self.config, 8)}
+        assert tiles["q_proj"] == tiles["router"] == tiles["lm_head"] == tiles["codes"] == (64, 128)
+        assert tiles["block_scales"] == (64, 128 * 2 // 16)
+        assert tiles["embedding"] is tiles["input_norm"] is tiles["global_scale"] is None

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 from rich.console import Console
 
-from checkpoints.hf import load_text_params, read_config
+from checkpoints import load_params, read_config
 from muse_jax import ops
 from muse_jax import tokenizer as muse_tokenizer
 from muse_jax.config import MLPKind, ModelConfig, default_layer_types, default_layer_uses_rope
@@ -309,7 +309,7 @@ def test_run_writes_a_checkpoint(run):
     config = read_config(output)
     assert config.placeholder_token_ids and max(config.placeholder_token_ids) < config.vocab_size == 400
     assert (config.output_multiplier, config.sliding_window) == ((32 / 256) ** -0.5, 8)
-    params, report = load_text_params(output, config, dtype=jnp.bfloat16)
+    params, report = load_params(output, config, dtype=jnp.bfloat16)
     assert report.num_tensors == len(text_tensors(config)) and report.dtypes == ("BF16", "F32")
     for i in range(2):
         assert np.any(params["layers"][i]["mlp"]["router_bias"])
@@ -323,7 +323,7 @@ def test_shipped_weights_have_the_reported_loss(run):
     output, results = run
     config = read_config(output)
     graph = train_tiny.model_graph(config, jnp.float32)
-    params, _ = load_text_params(output, config, dtype=jnp.float32)
+    params, _ = load_params(output, config, dtype=jnp.float32)
     tokenizer = muse_tokenizer.Tokenizer.from_directory(output)
     problems = make_problems(5)
     sequences = []
@@ -384,9 +384,9 @@ def test_towers_complete_the_checkpoint_for_transformers(run):
     from transformers import AutoTokenizer, MuseSparkForConditionalGeneration, PreTrainedTokenizerFast
 
     output, _ = run
-    before, _ = load_text_params(output, read_config(output), dtype=jnp.bfloat16)
+    before, _ = load_params(output, read_config(output), dtype=jnp.bfloat16)
     assert train_tiny.main(["--stage", "towers", "--output", str(output)]) == 0
-    after, report = load_text_params(output, read_config(output), dtype=jnp.bfloat16)
+    after, report = load_params(output, read_config(output), dtype=jnp.bfloat16)
     jax.tree.map(np.testing.assert_array_equal, before, after)
     assert report.num_skipped > 0 and report.skipped_bytes < 100_000
 

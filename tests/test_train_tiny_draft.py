@@ -15,7 +15,7 @@ import pytest
 import tokenizers
 from flax import nnx
 
-from checkpoints.hf import load_draft_params, load_text_params, read_config, read_draft_config, save_hf
+from checkpoints import load_params, read_config, read_draft_config, save_hf
 from muse_jax.config import ModelConfig
 from muse_jax.draft import DFlash2
 from muse_jax.draft_config import DraftConfig
@@ -285,7 +285,7 @@ def test_run_writes_a_draft(run, target):
     config.check_fits(read_config(target))
     assert (config.num_hidden_layers, config.block_size, config.target_layer_ids) == (1, 4, (0,))
     assert config.output_multiplier == read_config(target).output_multiplier
-    params, report = load_draft_params(directory, config, dtype=jnp.float32)
+    params, report = load_params(directory, config, dtype=jnp.float32)
     assert report.dtypes == ("BF16",)
     assert results["parameters"] == sum(x.size for x in jax.tree.leaves(params))
     for path, x in jax.tree.leaves_with_path(params):
@@ -307,8 +307,8 @@ def test_results_are_those_of_the_directory(run, target):
     """The reported acceptance, measured again with the weights that were written, by a loop in plain Python."""
     directory, results = run
     config, draft_config = read_config(target), read_draft_config(directory)
-    params, _ = load_text_params(target, config, dtype=jnp.float32)
-    draft_params, _ = load_draft_params(directory, draft_config, dtype=jnp.float32)
+    params, _ = load_params(target, config, dtype=jnp.float32)
+    draft_params, _ = load_params(directory, draft_config, dtype=jnp.float32)
     model = nnx.merge(nnx.split(MuseSpark(config, dtype=jnp.float32, dense_experts=True))[0], params)
     draft = nnx.merge(nnx.split(DFlash2(draft_config, dtype=jnp.float32))[0], draft_params)
     tokenizer = tokenizers.Tokenizer.from_file(str(target / "tokenizer.json"))

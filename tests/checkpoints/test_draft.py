@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from checkpoints import CheckpointError, CheckpointReader, load_draft_params, read_draft_config, save_draft
+from checkpoints import CheckpointError, HFReader, load_params, read_draft_config, save_draft
 from muse_jax.config import ConfigError
 from muse_jax.draft_config import DraftConfig
 from muse_jax.layout import draft_tensors, parameter_tree
@@ -94,7 +94,7 @@ def write_mask(directory, tensors):
 
 
 def load(directory, dtype=F32, **kwargs):
-    return load_draft_params(directory, read_draft_config(directory), dtype=dtype, **kwargs)
+    return load_params(directory, read_draft_config(directory), dtype=dtype, **kwargs)
 
 
 def by_name(params, config):
@@ -258,7 +258,7 @@ class TestRejects:
         rejected(
             tmp_path,
             "1 with the wrong shape: 'model.fc.weight' is [32, 16], expected [16, 32]",
-            "1 with a dtype other than BF16 and F32: 'norm.weight' is F16",
+            "1 with the wrong dtype: 'norm.weight' is F16, expected BF16 or F32",
         )
 
     def test_a_config_larger_than_the_file(self, tmp_path, rng):
@@ -300,11 +300,11 @@ class TestMaskEmbedding:
         config = read_draft_config(tmp_path)
         write_mask(tmp_path, {"embedding": np.ones(16, np.float32), "mask_token_id": np.int64(39)[None]})
         with pytest.raises(CheckpointError, match="1 unknown: 'embedding'"):
-            CheckpointReader(tmp_path, config)
+            HFReader(tmp_path, config)
         config = read_draft_config(tmp_path)
         (tmp_path / "mask_embedding.safetensors").unlink()
         with pytest.raises(CheckpointError, match="1 missing: 'mask_embedding'"):
-            CheckpointReader(tmp_path, config)
+            HFReader(tmp_path, config)
 
     def test_pickles_are_never_opened(self, tmp_path, rng):
         path = write(tmp_path, random_tensors(rng)) / "mask_embedding.pt"
@@ -315,7 +315,7 @@ class TestMaskEmbedding:
         )
         assert rejected(tmp_path) == message
         with pytest.raises(CheckpointError, match=re.escape(message)):
-            CheckpointReader(tmp_path, DraftConfig.from_hf(config_json()))
+            HFReader(tmp_path, DraftConfig.from_hf(config_json()))
 
     @pytest.mark.parametrize(
         ("change", "message"),

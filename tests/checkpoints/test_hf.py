@@ -20,15 +20,16 @@ from safetensors.numpy import load_file, save_file
 import checkpoints.hf
 from checkpoints import (
     CheckpointError,
-    CheckpointReader,
+    HFReader,
     LoadReport,
     checkpoint_dtype,
-    load_text_params,
+    load_params,
     read_config,
     save_hf,
     sharded_put,
+    shards,
 )
-from checkpoints.shards import StoredTensor, open_directory
+from checkpoints.shards import open_directory
 from muse_jax.config import TINY, ConfigError, MLPKind, default_layer_types, default_layer_uses_rope
 from muse_jax.layout import insert, text_tensors
 
@@ -108,7 +109,7 @@ def rewrite_header(path, change):
 
 
 def load(directory, dtype=F32, **kwargs):
-    return load_text_params(directory, CONFIG, dtype=dtype, **kwargs)
+    return load_params(directory, CONFIG, dtype=dtype, **kwargs)
 
 
 def at(params, spec):
@@ -151,7 +152,7 @@ def rejected(directory, *culprits, config=CONFIG):
         raise AssertionError("a tensor was placed before the checkpoint was checked")
 
     with pytest.raises(CheckpointError) as error:
-        load_text_params(directory, config, dtype=F32, put=put)
+        load_params(directory, config, dtype=F32, put=put)
     message = str(error.value)
     assert "\n" not in message and len(message) < 1000
     for culprit in culprits:
@@ -169,7 +170,8 @@ class TestLoad:
         assert_holds(params, tensors, dtype)
         assert sorted(params["layers"]) == [0, 1]
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        assert report == LoadReport(len(SPECS), num_bytes, 2, 32, ("BF16", "F32") if stored == BF16 else ("F32",))
+        dtypes = ("BF16", "F32") if stored == BF16 else ("F32",)
+        assert report == LoadReport(len(SPECS), num_bytes, 2, 32, dtypes, ("model.audio_tower", "model.vision_tower"))
 
     def test_fp32_only_tensors_stored_as_bf16(self, tmp_path, rng):
         tensors = {name: tensor.astype(BF16) for name, tensor in random_tensors(rng).items()}
@@ -201,7 +203,7 @@ class TestLoad:
 
     def test_file_that_changes_after_the_check(self, tmp_path, rng):
         path = write(tmp_path, random_tensors(rng)) / "model.safetensors"
-        reader = CheckpointReader(tmp_path, CONFIG)
+        reader = HFReader(tmp_path, CONFIG)
         os.truncate(path, path.stat().st_size - 4)
         with pytest.raises(CheckpointError, match=re.escape(f"{path}: the file changed while it was being loaded")):
             reader.read(SPECS[0], F32)
@@ -244,7 +246,7 @@ class TestSlices:
     @pytest.mark.parametrize("dtype", [BF16, F32])
     def test_any_slice_is_that_of_the_whole(self, tmp_path, rng, dtype, per_expert):
         tensors = random_tensors(rng)
-        reader = CheckpointReader(write(tmp_path, split_experts(tensors) if per_expert else tensors), CONFIG)
+        reader = HFReader(write(tmp_path, split_experts(tensors) if per_expert else tensors), CONFIG)
         for spec in SPECS:
             whole = tensors[spec.name].reshape(spec.param_shape).astype(dtype)
             for _ in range(6):
@@ -267,14 +269,14 @@ class TestSlices:
             return NamedSharding(mesh, PartitionSpec(*axes))
 
         bytes_read = 0
-        fill = StoredTensor._fill
+        fill = shards.read_exactly
 
-        def counting_fill(self, file, buffer):
+        def counting_fill(file, position, buffer):
             nonlocal bytes_read
             bytes_read += len(buffer)
-            fill(self, file, buffer)
+            fill(file, position, buffer)
 
-        monkeypatch.setattr(StoredTensor, "_fill", counting_fill)
+        monkeypatch.setattr(shards, "read_exactly", counting_fill)
         inner, per_tensor = sharded_put(sharding), {}
 
         def put(spec, shape, dtype, read_slice):
@@ -327,10 +329,10 @@ class TestMemory:
         def put(spec, shape, dtype, read_slice):
             return len(read_slice(()))
 
-        load_text_params(tmp_path, self.CONFIG, dtype=dtype, put=put)  # fills caches that stay
+        load_params(tmp_path, self.CONFIG, dtype=dtype, put=put)  # fills caches that stay
         tracemalloc.start()
         try:
-            _, report = load_text_params(tmp_path, self.CONFIG, dtype=dtype, put=put)
+            _, report = load_params(tmp_path, self.CONFIG, dtype=dtype, put=put)
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
@@ -347,7 +349,7 @@ class TestMemory:
         program = """
             import sys
             import numpy as np
-            from checkpoints import load_text_params, read_config
+            from checkpoints import load_params, read_config
 
             def peak():
                 return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if "VmHWM" in line)
@@ -358,7 +360,7 @@ class TestMemory:
             config = read_config(sys.argv[1])
             open("/proc/self/clear_refs", "w").write("5")  # forgets the peak of the imports
             before = peak()
-            _, report = load_text_params(sys.argv[1], config, dtype=np.float32, put=put)
+            _, report = load_params(sys.argv[1], config, dtype=np.float32, put=put)
             print(peak() - before, report.num_bytes)
         """
         command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
@@ -442,7 +444,7 @@ class TestRejects:
         write(tmp_path, random_tensors(rng), shards=2)
         write_index(tmp_path, read_index(tmp_path) | {"lm_head.weight": shard})
         with pytest.raises(CheckpointError, match=f"{shard}: no such file"):
-            CheckpointReader(tmp_path, CONFIG)
+            HFReader(tmp_path, CONFIG)
 
     def test_missing_shard(self, tmp_path, rng):
         write(tmp_path, random_tensors(rng), shards=3)
@@ -525,7 +527,7 @@ class TestRejects:
     def test_wrong_dtype(self, tmp_path, rng, dtype, shown):
         tensors = random_tensors(rng)
         write(tmp_path, tensors | {"lm_head.weight": tensors["lm_head.weight"].astype(dtype)})
-        rejected(tmp_path, "1 with a dtype other than BF16 and F32", f"'lm_head.weight' is {shown}")
+        rejected(tmp_path, "1 with the wrong dtype: ", f"'lm_head.weight' is {shown}, expected BF16 or F32")
 
     def test_several_faults_are_told_together(self, tmp_path, rng):
         tensors = random_tensors(rng)

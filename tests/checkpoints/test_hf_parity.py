@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from checkpoints import load_text_params, read_config, save_hf
+from checkpoints import load_params, read_config, save_hf
 from muse_jax.layout import is_skipped, text_tensors
 
 pytestmark = pytest.mark.parity
@@ -76,7 +76,7 @@ def test_loads_what_transformers_saves(tmp_path, rng, dtype, max_shard_size):
     assert (tmp_path / "model.safetensors.index.json").exists() == (max_shard_size == "20KB")
     config = read_config(tmp_path)
     assert config.dtype == dtype
-    params, report = load_text_params(tmp_path, config, dtype=dtype)
+    params, report = load_params(tmp_path, config, dtype=dtype)
 
     state = {name: to_numpy(tensor) for name, tensor in model.state_dict().items()}
     specs = text_tensors(config)
@@ -97,7 +97,7 @@ def test_transformers_loads_what_is_saved(tmp_path, rng, dtype, max_shard_bytes)
     first, second = tmp_path / "first", tmp_path / "second"
     model = hf_model(rng, getattr(torch, dtype))
     model.save_pretrained(first)
-    params, _ = load_text_params(first, read_config(first), dtype=dtype)
+    params, _ = load_params(first, read_config(first), dtype=dtype)
     state = {name: to_numpy(tensor) for name, tensor in model.state_dict().items()}
     towers = {name: tensor for name, tensor in state.items() if is_skipped(name)}
     config_json = json.loads((first / "config.json").read_text())

@@ -35,7 +35,7 @@ from flax import nnx
 from transformers import MuseSparkForConditionalGeneration
 
 import muse_jax
-from checkpoints import load_draft_params, read_draft_config, save_draft
+from checkpoints import load_params, read_draft_config, save_draft
 from muse_jax.draft import DFlash2
 from muse_jax.kv_cache import FullContext, KVCache, PrefillContext
 
@@ -67,13 +67,13 @@ def carry_over(theirs: DFlash2DraftModel, directory) -> tuple[DFlash2DraftModel,
     """Both models from a directory that we wrote, with what we read from one that dflash wrote."""
     theirs.save_pretrained(directory / "theirs")
     config = read_draft_config(directory / "theirs")
-    params, _ = load_draft_params(directory / "theirs", config, dtype=np.float32)
+    params, _ = load_params(directory / "theirs", config, dtype=np.float32)
     config_json = json.loads((directory / "theirs" / "config.json").read_text())
     save_draft(params, config_json, directory / "ours", dtype=np.float32)
     theirs, info = DFlash2DraftModel.from_pretrained(directory / "ours", output_loading_info=True)
     assert not any(info.values()), info
     assert read_draft_config(directory / "ours") == config
-    params, _ = load_draft_params(directory / "ours", config, dtype=np.float32)
+    params, _ = load_params(directory / "ours", config, dtype=np.float32)
     graph, _ = nnx.split(DFlash2(config, dtype=jnp.dtype(np.float32)))
     return theirs.eval(), graph, params
 
