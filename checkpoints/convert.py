@@ -48,7 +48,7 @@ _SIDE_FILES = (
 _MAX_SIDE_BYTES = 256 << 20
 _SYNC_BYTES = 1 << 30  # written between two waits for the disk, so that a resumed run repeats at most about that much
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 20
-_WORKERS = 4
+DEFAULT_WORKERS = 4
 
 
 class Sink(Protocol):
@@ -188,14 +188,14 @@ def convert(
     resume: bool = False,
     verify: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
-    workers: int = _WORKERS,
+    workers: int = DEFAULT_WORKERS,
 ) -> Result:
     """Carries out a plan.
 
     Args:     resume: go on where an interrupted run of the same plan stopped; without one, begin.
               verify: before publishing, read everything again: checksums of all tensors, and samples against the source.
               progress: called with ("convert" or "verify", bytes done, bytes in all).
-              workers: tensors on their way at a time; each needs memory for a few pieces.
+              workers: tensors on their way at a time; each needs memory for a few pieces of 32 MiB.
     Raises:   CheckpointError if the source is damaged (what was written is then removed), if the destination exists, or
               the disk is too small; OSError, KeyboardInterrupt: what was written stays for `resume`.
     """

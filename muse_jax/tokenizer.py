@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +29,12 @@ if TYPE_CHECKING:
     import jinja2
     import tokenizers
 
-# A vocabulary of 200,000 entries takes some 30 MB; the other files are far smaller.
-_MAX_TOKENIZER_BYTES = 256 << 20
+# A vocabulary of 200,000 entries takes some 30 MB with 220,000 colons (one for an entry, nine for an added token) and, if it
+# has twice as many pairs to merge, 1.1 million commas. The library needs up to ten times as much memory as the file, and
+# fifty times as much for a regular expression. The other files are far smaller.
+_MAX_TOKENIZER_BYTES = 48 << 20
+_MAX_COLONS, _MAX_COMMAS = 300_000, 1_200_000
+_MAX_PIPELINE_CHARS = 1 << 20  # of tokenizer.json without vocabulary and added tokens
 _MAX_JSON_BYTES = 32 << 20
 _MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_VOCAB = 1 << 24
@@ -47,7 +51,7 @@ class TokenizerError(ValueError):
 class TemplateLimits:
     """What rendering one chat may take. Where the system has no limit on address space (macOS), time alone bounds it."""
 
-    seconds: float = 5.0  # wall time; a chat of a thousand messages takes about 0.1 s
+    seconds: float = 4.0  # wall time; a chat of a thousand messages takes about 0.1 s
     memory_bytes: int = 512 << 20  # address space of the child, about 40 MB of it the interpreter's
     output_chars: int = 16 << 20
 
@@ -164,7 +168,8 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             where, code = error.start, ord(text[error.start])
             raise TokenizerError(f"text has a lone surrogate U+{code:04X} at character {where}: not valid Unicode") from None
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        with _explained("tokenizer.json: cannot encode this text"):  # its regular expressions may need too long
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are not UTF-8 come out as U+FFFD.
@@ -366,15 +371,47 @@ def _load_backend(path: Path) -> tokenizers.Tokenizer:
     content = _read(path, _MAX_TOKENIZER_BYTES)
     if content is None:
         raise TokenizerError(f"{path}: no such file")
-    try:
+    for mark, most in ((b":", _MAX_COLONS), (b",", _MAX_COMMAS)):
+        if content.count(mark) > most:
+            raise TokenizerError(f"{path}: {content.count(mark)} times {mark.decode()!r}; at most {most} are read")
+    _check_pipeline(content, path)
+    with _explained(f"{path}: not a usable tokenizer"):
         backend = tokenizers.Tokenizer.from_buffer(content)
         backend.no_truncation()
         backend.no_padding()
-    except BaseException as error:  # a panic of the Rust library derives from BaseException
+    return backend
+
+
+def _check_pipeline(content: bytes, path: Path) -> None:
+    """Refuses a tokenizer.json that is none, or whose regular expressions would take gigabytes to compile."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(result := dict(pairs)) < len(pairs):  # the library would read both
+            raise ValueError("a key appears twice in one object")
+        return result
+
+    try:
+        value = json.loads(content, object_pairs_hook=unique)
+        if not isinstance(value, dict):
+            raise ValueError(f"holds a {type(value).__name__}; expected an object")
+        size = len(json.dumps({key: part for key, part in value.items() if key not in ("model", "added_tokens")}))
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path}: not a usable tokenizer ({_one_line(error)})") from None
+    if size > _MAX_PIPELINE_CHARS:
+        raise TokenizerError(
+            f"{path}: {size} characters beside vocabulary and added tokens; at most {_MAX_PIPELINE_CHARS} are read"
+        )
+
+
+@contextlib.contextmanager
+def _explained(message: str) -> Iterator[None]:
+    """Makes one line of what the Rust library raises; its panics derive from BaseException."""
+    try:
+        yield
+    except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
-        raise TokenizerError(f"{path}: not a usable tokenizer ({_one_line(error)})") from None
-    return backend
+        raise TokenizerError(f"{message} ({_one_line(error)})") from None
 
 
 def _token_ids(value: Any, where: str, vocab_size: int) -> tuple[int, ...]:
@@ -432,7 +469,10 @@ def _read_chat_templates(path: Path, config: dict[str, Any]) -> dict[str, str]:
 
 def _shown(value: Any) -> str:
     """A value of a file as a message may show it."""
-    return _one_line(ascii(value), 80)
+    try:
+        return _one_line(ascii(value), 80)
+    except (ValueError, RecursionError):  # an integer of more digits than Python prints, lists nested hundreds deep
+        return f"a {type(value).__name__}"
 
 
 def _one_line(error: BaseException | str, limit: int = 300) -> str:

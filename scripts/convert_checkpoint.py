@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from generate import BAD_INPUT, FAILED, INTERRUPTED, Parser, broken_pipe, directory, leave, open_streams, report
+from generate import BAD_INPUT, FAILED, INTERRUPTED, Parser, broken_pipe, directory, leave, open_streams, positive_int, report
 
 if TYPE_CHECKING:  # the library takes a second to import, a mistyped option should not
     from checkpoints.convert import Plan, Result
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         )
         return 0
     with progress_display() as show:
-        result = convert(made, resume=args.resume, verify=args.verify, progress=show)
+        result = convert(made, resume=args.resume, verify=args.verify, progress=show, workers=args.workers)
     print_result(result, args.json)
     return 0
 
@@ -212,6 +212,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--resume", action="store_true", help="go on where an interrupted run stopped")
     add("--verify", action="store_true", help="read the result again: checksums, and samples against SRC")
     add("--dry-run", action="store_true", help="check SRC and count bytes; write nothing")
+    add("--workers", type=positive_int, default=4, metavar="N", help="tensors converted at a time, 0.1 GB each (default: 4)")
     add("--json", action="store_true", help="print figures as one JSON object")
     args = parser.parse_args(argv)
     if (args.to == "packed") != (args.tp is not None):
