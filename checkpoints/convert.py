@@ -31,7 +31,7 @@ from checkpoints.hf import CONFIG_FILE, existing, sync_directory
 from checkpoints.hf_sink import HFSink
 from checkpoints.loading import Reader, check_scales, checkpoint_format, open_reader, read_config, read_draft_config
 from checkpoints.manifest import FORMATS, MANIFEST_FILE, Manifest, TensorEntry, config_sha256, read_manifest
-from checkpoints.packed import PackedSink
+from checkpoints.packed import PackedReader, PackedSink
 from checkpoints.quantize import QuantizingReader
 from checkpoints.shards import DTYPE_NAMES, CheckpointError, read_json, write_json
 from muse_jax.config import ModelConfig
@@ -102,6 +102,7 @@ class Part:
     directory: Path
     reader: Reader
     config_json: Mapping[str, Any] | None  # to be written; None: the source's file, byte for byte
+    side_files: tuple[Path, ...]  # to be copied
 
     @property
     def config(self) -> ModelConfig | DraftConfig:
@@ -110,10 +111,6 @@ class Part:
     @property
     def tensor_bytes(self) -> int:
         return sum(spec.size * self.reader.dtype(spec).itemsize for spec in self.reader.specs)
-
-    @property
-    def side_files(self) -> list[Path]:
-        return [path for name in _SIDE_FILES if (path := self.directory / name).is_file()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,6 +165,8 @@ def plan(source: str | os.PathLike, target: str | os.PathLike, options: Options)
     parts = [_part("", source, options)]
     if parts[0].name == "" and isinstance(parts[0].config, ModelConfig) and os.path.lexists(source / DRAFT):
         parts.append(_part(DRAFT, source / DRAFT, dataclasses.replace(options, quantize=None)))
+        if not isinstance(parts[1].config, DraftConfig):
+            raise CheckpointError(f"{source / DRAFT}: its config.json describes no draft")
     parent = next(path for path in target.parents if path.is_dir())
     made = Plan(
         source=source,
@@ -239,15 +238,30 @@ def verify_published(made: Plan, progress: Callable[[str, int, int], None] | Non
 
 def _part(name: str, directory: Path, options: Options) -> Part:
     raw = read_json(existing(directory) / CONFIG_FILE)
+    side_files = _side_files(directory)
     if isinstance(raw, dict) and "dflash_config" in raw:
         if options.quantize:
             raise CheckpointError(f"{directory}: quantize = {options.quantize!r} is for targets; a draft has no experts")
-        return Part(name, directory, open_reader(directory, read_draft_config(directory)), None)
-    reader = open_reader(directory, read_config(directory))
+        return Part(name, directory, open_reader(directory, read_draft_config(directory)), None, side_files)
+    reader = open_reader(directory)
     if not options.quantize:
-        return Part(name, directory, reader, None)
+        return Part(name, directory, reader, None, side_files)
     quantizing = QuantizingReader(reader)
-    return Part(name, directory, quantizing, dict(raw) | {"quantization_config": modelopt.flat_metadata(quantizing.config)})
+    config_json = dict(raw) | {"quantization_config": modelopt.flat_metadata(quantizing.config)}
+    return Part(name, directory, quantizing, config_json, side_files)
+
+
+def _side_files(directory: Path) -> tuple[Path, ...]:
+    """What is copied as it is. A link may lead to where the Hugging Face cache keeps files, not to anything else."""
+    home = directory.resolve()
+    allowed = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    found = tuple(path for name in (*_SIDE_FILES, CONFIG_FILE) if (path := directory / name).is_file())
+    for path in found:
+        if not any(path.resolve().is_relative_to(root) for root in allowed):
+            raise CheckpointError(f"{path}: a link out of the checkpoint, which is not copied; put the file itself there")
+    if sum(path.stat().st_size for path in found) > _MAX_SIDE_BYTES:
+        raise CheckpointError(f"{directory}: more than {_MAX_SIDE_BYTES} bytes of tokenizer and text files")
+    return found[:-1]  # without the config
 
 
 def _sink(part: Part, directory: Path, options: Options) -> Sink:
@@ -481,8 +495,6 @@ def _settle(part: Part, sink: Sink, fresh: dict[str, TensorEntry], journal: _Jou
 
 def _write_rest(part: Part, directory: Path, options: Options, entries: dict[str, TensorEntry]) -> Manifest:
     """Config, tokenizer and manifest, in that order."""
-    if sum(path.stat().st_size for path in part.side_files) > _MAX_SIDE_BYTES:
-        raise CheckpointError(f"{part.directory}: more than {_MAX_SIDE_BYTES} bytes of tokenizer and text files")
     for path in part.side_files:
         _copy(path, directory / path.name)
     if part.config_json is None:
@@ -545,6 +557,8 @@ def _verify_part(part: Part, directory: Path, progress: Callable[[str, int, int]
             same = reader.read(spec, entry.dtype, box).tobytes() == part.reader.read(spec, entry.dtype, box).tobytes()
             if not same:
                 raise CheckpointError(f"{directory}: {spec.name} differs from the source")
+        if isinstance(reader, PackedReader):
+            reader.check_ranks(spec)
         done += reader.num_bytes(spec)
         if progress:
             progress("verify", done, total)

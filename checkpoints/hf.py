@@ -119,16 +119,9 @@ def read_config(directory: str | os.PathLike) -> ModelConfig:
     Warns:    if the quantisation metadata disagrees with the tensors.
     """
     directory = existing(directory)
-    raw = read_json(directory / CONFIG_FILE)
-    config = ModelConfig.from_hf(raw)
-    if not any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
-        return config
-    dtypes = {name: tensor.dtype for name, tensor in open_directory(directory).items()}
-    config = dataclasses.replace(config, nvfp4_layers=_nvfp4_layers(config, dtypes))
-    excluded = modelopt.read_excluded(directory, raw)
-    if excluded is not None and (note := modelopt.disagreement(excluded, config)):
-        warnings.warn(f"{directory}: {note}", stacklevel=2)
-    return config
+    config = ModelConfig.from_hf(read_json(directory / CONFIG_FILE))
+    has_weights = any((directory / name).exists() for name in (SINGLE_FILE, INDEX_FILE))
+    return _with_nvfp4_layers(directory, config, open_directory(directory)) if has_weights else config
 
 
 def read_draft_config(directory: str | os.PathLike) -> DraftConfig:
@@ -155,16 +148,21 @@ class HFReader:
 
     Args:     directory: holds `model.safetensors`, or `model.safetensors.index.json` and its shards; of a draft also
                   `mask_embedding.safetensors`, if it has one.
-              config: says which tensors there are and their shapes. BF16 and F32 are accepted for each but the codes
-                  (U8) and block scales (F8_E4M3) of NVFP4 experts.
+              config: says which tensors there are and their shapes; None: the target that config.json describes. BF16 and
+                  F32 are accepted for each but the codes (U8) and block scales (F8_E4M3) of NVFP4 experts.
     Raises:   CheckpointError naming every kind of fault found: unreadable files, and missing, unknown, misshapen,
               quantised or doubly stored tensors.
     """
 
     @collector_off()
-    def __init__(self, directory: str | os.PathLike, config: ModelConfig | DraftConfig) -> None:
+    def __init__(self, directory: str | os.PathLike, config: ModelConfig | DraftConfig | None = None) -> None:
         directory = existing(directory)
-        stored = open_directory(directory)
+        if config is None:  # without `read_config`, so that the headers are read once
+            config = ModelConfig.from_hf(read_json(directory / CONFIG_FILE))
+            stored = open_directory(directory)
+            config = _with_nvfp4_layers(directory, config, stored)
+        else:
+            stored = open_directory(directory)
         self.config = config
         self.specs = tensor_specs(config)
         is_draft = isinstance(config, DraftConfig)
@@ -325,13 +323,22 @@ def _draft_names(directory: Path, stored: Iterable[tuple[str, StoredTensor]]) ->
     return named
 
 
-def _nvfp4_layers(config: ModelConfig, dtypes: Mapping[str, str]) -> tuple[int, ...]:
+def _with_nvfp4_layers(directory: Path, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> ModelConfig:
+    """The config with what the tensors say about the experts; warns if the quantisation metadata says something else."""
+    config = dataclasses.replace(config, nvfp4_layers=_nvfp4_layers(config, stored))
+    excluded = modelopt.read_excluded(directory, read_json(directory / CONFIG_FILE))
+    if excluded is not None and (note := modelopt.disagreement(excluded, config)):
+        warnings.warn(f"{directory}: {note}", stacklevel=3)
+    return config
+
+
+def _nvfp4_layers(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> tuple[int, ...]:
     """The sparse layers of which some expert matrix is uint8 and has block scales, however the experts are stored."""
 
     def is_packed(experts: str, name: str) -> bool:
         (first, *_), ending = _PER_EXPERT_NAMES[name]
         pairs = ((f"{experts}.{name}", "_weight_scale"), (f"{experts}.0.{first}.{ending}", "_scale"))
-        return any(dtypes.get(weight) == "U8" and weight + scale in dtypes for weight, scale in pairs)
+        return any(weight + scale in stored and weight in stored and stored[weight].dtype == "U8" for weight, scale in pairs)
 
     return tuple(
         i

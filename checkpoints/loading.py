@@ -82,23 +82,28 @@ def read_draft_config(directory: str | os.PathLike) -> DraftConfig:
     return dataclasses.replace(config, has_mask_embedding=stored(spec))
 
 
-def open_reader(directory: str | os.PathLike, config: ModelConfig | DraftConfig) -> Reader:
-    """The reader of a checkpoint directory of any format, all of whose tensors fit `config`. Raises CheckpointError."""
+def open_reader(directory: str | os.PathLike, config: ModelConfig | DraftConfig | None = None) -> Reader:
+    """The reader of a checkpoint directory of any format, all of whose tensors fit `config`.
+
+    Args:     config: of `read_config` or `read_draft_config`; None: the former's.
+    Raises:   CheckpointError, ConfigError.
+    """
     format, manifest = checkpoint_format(directory)
-    if manifest is not None and format != "hf":
+    if format == "hf":
+        return HFReader(directory, config)
+    config = config or read_config(directory)
+    if manifest is not None:
         check_config(Path(directory), manifest)
     if format == "packed":
         return PackedReader(Path(directory), manifest, config)
-    if format == "orbax":
-        from checkpoints.orbax import OrbaxReader  # importing Orbax takes seconds
+    from checkpoints.orbax import OrbaxReader  # importing Orbax takes seconds
 
-        return OrbaxReader(directory, config)
-    return HFReader(directory, config)
+    return OrbaxReader(directory, config)
 
 
 def load_params(
-    directory: str | os.PathLike,
-    config: ModelConfig | DraftConfig,
+    source: str | os.PathLike | Reader,
+    config: ModelConfig | DraftConfig | None = None,
     *,
     dtype: DTypeLike,
     put: Put | None = None,
@@ -107,7 +112,7 @@ def load_params(
 ) -> tuple[dict[str, Any], LoadReport]:
     """Loads the parameters of a target or a draft, one tensor at a time on the host.
 
-    Args:     config: of `read_config` or `read_draft_config`.
+    Args:     source, config: a directory and its config as `open_reader` takes them, or the reader itself.
               dtype: bf16 or fp32, of the parameters; those with a `TensorSpec.dtype` have that in any case.
               put: makes the array of a parameter, `put(spec, shape, dtype, read_slice)`; `read_slice(index)` reads a
                   tuple of slices from the file. Default: whole, on the default device; see also `sharded_put`.
@@ -118,10 +123,10 @@ def load_params(
     Raises:   CheckpointError; nothing is kept of what was loaded until then.
     """
     dtype = hf.weight_dtype(dtype)
-    reader = open_reader(directory, config)
+    reader = open_reader(source, config) if isinstance(source, (str, os.PathLike)) else source
     if isinstance(reader, PackedReader) and reader.tp != num_ranks:
         raise CheckpointError(
-            f"{directory}: packed for tp = {reader.tp}, to be loaded on {num_ranks} devices: load it on {reader.tp}, "
+            f"{reader.directory}: packed for tp = {reader.tp}, to be loaded on {num_ranks} devices: load it on {reader.tp}, "
             f"or convert it with --to packed --tp {num_ranks}"
         )
     put = put or _put_whole

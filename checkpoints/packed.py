@@ -37,7 +37,7 @@ class PackedReader:
     """
 
     def __init__(self, directory: Path, manifest: Manifest, config: ModelConfig | DraftConfig) -> None:
-        self.config, self.tp, self._manifest = config, manifest.tp, manifest
+        self.config, self.directory, self.tp, self._manifest = config, directory, manifest.tp, manifest
         table = packed_tensors(config, self.tp)
         self.specs = tuple(tensor.spec for tensor in table)
         self._table = {tensor.spec.name: tensor for tensor in table}
@@ -84,6 +84,28 @@ class PackedReader:
                 self._read_part(packed, rank, [(a - p.start, b - p.start) for (a, b), p in zip(cut, part, strict=True)], target)
         return out.astype(dtype, copy=False)
 
+    def check_ranks(self, spec: TensorSpec) -> None:
+        """Compares a parameter's bytes in every rank's file with the manifest; `read` takes a replicated one from one rank.
+
+        Raises:   CheckpointError at a difference.
+        """
+        packed = self._table[spec.name]
+        for rank, path in enumerate(self._files):
+            digest = hashlib.sha256()
+            with open(path, "rb", buffering=0) as file:
+                for start in range(0, packed.nbytes, PIECE_BYTES):
+                    data = np.empty(min(PIECE_BYTES, packed.nbytes - start), np.uint8)
+                    read_exactly(file, packed.offset + start, memoryview(data))
+                    digest.update(data)
+            self._compare(packed, rank, digest.hexdigest())
+
+    def _compare(self, packed: PackedTensor, rank: int, checksum: str) -> None:
+        if checksum != self._manifest.tensors[packed.spec.name].rank_sha256[rank]:
+            raise CheckpointError(
+                f"{self._files[rank]}: {packed.spec.name} does not have the checksum of the manifest, the file is damaged: "
+                "convert the source again, or take the file from a good copy"
+            )
+
     def _read_part(self, packed: PackedTensor, rank: int, box: list[tuple[int, int]], out: np.ndarray) -> None:
         """Reads a box of a rank's part into `out`."""
         whole = all(bounds == (0, size) for bounds, size in zip(box, packed.shape, strict=True))
@@ -96,11 +118,8 @@ class PackedReader:
                 rows, columns = ((0, 1),) * (2 - len(box)) + tuple(box[-2:])
                 target = out[position] if len(box) > 1 else out.reshape(1, -1)
                 self._read_matrix(file, packed, int(matrix), rows, columns, target, digest)
-        if digest is not None and digest.hexdigest() != self._manifest.tensors[packed.spec.name].rank_sha256[rank]:
-            raise CheckpointError(
-                f"{path}: {packed.spec.name} does not have the checksum of the manifest, the file is damaged: "
-                "convert the source again, or take the file from a good copy"
-            )
+        if digest is not None:
+            self._compare(packed, rank, digest.hexdigest())
 
     def _read_matrix(self, file, packed: PackedTensor, matrix: int, rows, columns, out: np.ndarray, digest) -> None:
         """Reads rows and columns of one matrix of a part into out [rows, columns]; other rows of their tiles are read too."""

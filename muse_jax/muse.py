@@ -92,7 +92,8 @@ def load(
             raise ValueError(f"{name} = {value!r}: expected an integer from {low} to {high}")
     if mesh is not None:
         sharding.check_mesh(mesh)
-    config = checkpoints.read_config(path)
+    reader = checkpoints.open_reader(path)
+    config = reader.config
     if activations == "nvfp4" and not config.nvfp4_layers:
         raise ValueError("activations = 'nvfp4': this checkpoint has no NVFP4 experts, so only 'bf16' is allowed")
     draft_path, draft_config = _find_draft(path, draft, speculation), None
@@ -114,7 +115,7 @@ def load(
     put = None if mesh is None else checkpoints.sharded_put(functools.partial(sharding.param_sharding, mesh=mesh))
     num_ranks = 1 if mesh is None else mesh.size
     weights = _DTYPES[dtype]
-    params, _ = checkpoints.load_params(path, config, dtype=weights, put=put, num_ranks=num_ranks, progress=progress)
+    params, _ = checkpoints.load_params(reader, dtype=weights, put=put, num_ranks=num_ranks, progress=progress)
     module = MuseSpark(config, numerics=NUMERICS[numerics], dtype=jnp.dtype(weights), activations=activations)
     valid_vocab = config.vocab_size if tokenizer is None else min(config.vocab_size, tokenizer.vocab_size)
     draft_module = draft_params = None

@@ -349,6 +349,26 @@ class TestDestination:
             convert.convert(made)
         nothing_left(tmp_path / "out")
 
+    @pytest.mark.parametrize("kind", ["outside", "inside", "cache"])
+    def test_links_among_the_files_that_are_copied(self, tmp_path, source, kind):
+        """A checkpoint from a stranger must not bring a file of this machine into the result."""
+        if kind == "cache":  # as the Hugging Face cache links every file
+            home = tmp_path / "models--a--b"
+            (home / "snapshots").mkdir(parents=True)
+            source = source.rename(home / "snapshots" / ("0123456789" * 4))
+        place = {"outside": tmp_path / "secret", "inside": source / "text", "cache": tmp_path / "models--a--b" / "blobs" / "1"}
+        place[kind].parent.mkdir(exist_ok=True)
+        place[kind].write_text("text")
+        (source / "README.md").symlink_to(place[kind])
+        if kind == "outside":
+            with pytest.raises(CheckpointError, match=r"README\.md: a link out of the checkpoint"):
+                run(source, tmp_path / "out", Options("hf"))
+            return nothing_left(tmp_path / "out")
+        run(source, tmp_path / "out", Options("hf"))
+        assert (tmp_path / "out" / "README.md").read_text() == "text" and not (tmp_path / "out" / "README.md").is_symlink()
+        revision = "0123456789" * 4 if kind == "cache" else None
+        assert read_manifest(tmp_path / "out").source["revision"] == revision
+
     def test_second_conversion_to_the_same_place(self, tmp_path, source):
         made = convert.plan(source, tmp_path / "out", Options("hf"))
         with convert._partial(made, resume=True), pytest.raises(CheckpointError, match="another conversion is writing there"):
@@ -486,6 +506,18 @@ class TestVerify:
         with pytest.raises(CheckpointError) as error:
             convert.verify_published(made)
         assert "\n" not in str(error.value)
+
+    def test_a_flipped_bit_in_a_copy_that_is_not_read(self, tmp_path, source):
+        """The router is in every rank's file, and loading takes it from the first."""
+        made = convert.plan(source, tmp_path / "out", Options("packed", 4))
+        convert.convert(made)
+        tensor = next(tensor for tensor in packed_tensors(NVFP4, 4) if tensor.spec.path[-1] == "router")
+        path = tmp_path / "out" / "rank-3-of-4.bin"
+        data = bytearray(path.read_bytes())
+        data[tensor.offset + 5] ^= 1
+        path.write_bytes(data)
+        with pytest.raises(CheckpointError, match=r"rank-3-of-4\.bin: .*mlp\.gate\.weight does not have the checksum"):
+            convert.verify_published(made)
 
     def test_wrong_from_the_start(self, tmp_path, source):
         """A destination that is whole but of other weights differs from the source in a sample."""
