@@ -3,8 +3,8 @@
     source reader -> pieces of at most 32 MiB, a few tensors at a time -> sink
                      checksum of each tensor ------------------------> manifest, journal
 
-Everything is written into `.NAME.partial` beside the destination and renamed at the end, so what has the destination's name
-is complete. In there, `data` becomes the destination; `journal.jsonl` lists the tensors that are on disk, for `resume`.
+Everything is written into `.NAME.partial` beside the destination (see `journal`) and renamed at the end, so what has the
+destination's name is complete.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import dataclasses
-import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -29,11 +29,12 @@ import numpy as np
 from checkpoints import modelopt
 from checkpoints.hf import CONFIG_FILE, existing, sync_directory
 from checkpoints.hf_sink import HFSink
-from checkpoints.loading import Reader, check_scales, checkpoint_format, open_reader, read_config, read_draft_config
+from checkpoints.journal import Journal, is_locked, working_directory
+from checkpoints.loading import Reader, check_scales, checkpoint_format, open_reader, read_draft_config
 from checkpoints.manifest import FORMATS, MANIFEST_FILE, Manifest, TensorEntry, config_sha256, read_manifest
 from checkpoints.packed import PackedReader, PackedSink
 from checkpoints.quantize import QuantizingReader
-from checkpoints.shards import DTYPE_NAMES, CheckpointError, read_json, write_json
+from checkpoints.shards import INDEX_FILE, CheckpointError, UnreadableError, read_json, write_json
 from muse_jax.config import ModelConfig
 from muse_jax.draft_config import DraftConfig
 from muse_jax.layout import TensorSpec
@@ -42,11 +43,14 @@ DRAFT = "draft"  # the folder of a target's checkpoint that holds its draft
 # What else of an HF directory travels: text that people and tokenizers read, in a bounded amount.
 _SIDE_FILES = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
-    "README.md", "LICENSE", "LICENSE.txt", modelopt.QUANT_FILE,
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
+    "processor_config.json", "README.md", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE", "NOTICE.md", "NOTICE.txt",
+    "USE_POLICY.md", modelopt.QUANT_FILE,
 )  # fmt: skip
 _MAX_SIDE_BYTES = 256 << 20
-_SYNC_BYTES = 1 << 30  # written between two waits for the disk, so that a resumed run repeats at most about that much
+_MAX_LISTED = 100
+_NOT_ORBAX = (DRAFT, CONFIG_FILE, MANIFEST_FILE, *_SIDE_FILES)
+_SYNC_BYTES = 1 << 30  # finished between two waits for the disk: what a resumed run repeats besides tensors on their way
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 20
 DEFAULT_WORKERS = 4
 
@@ -71,6 +75,14 @@ class Sink(Protocol):
 
     def finish(self) -> None:
         """Called when every tensor is on disk."""
+
+
+class MismatchError(CheckpointError):
+    """A tensor of the destination that is not the source's."""
+
+    def __init__(self, part: str, tensor: str, message: str) -> None:
+        super().__init__(message)
+        self.part, self.tensor = part, tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +120,17 @@ class Part:
     def config(self) -> ModelConfig | DraftConfig:
         return self.reader.config
 
-    @property
-    def tensor_bytes(self) -> int:
-        return sum(spec.size * self.reader.dtype(spec).itemsize for spec in self.reader.specs)
+    @functools.cached_property
+    def not_carried(self) -> dict[str, Any]:
+        """Of the source, or of the source's own source: tensors that are not text, and files that are not known."""
+        report = self.reader.report
+        found = {"tensors": report.num_skipped, "bytes": report.skipped_bytes, "families": list(report.skipped_families)}
+        manifest = read_manifest(self.directory)
+        if manifest is not None:
+            found |= {name: manifest.not_carried[name] for name in found if name in manifest.not_carried}
+        known = {*_SIDE_FILES, CONFIG_FILE, MANIFEST_FILE, *(path.name for path in _weight_files(self.directory))}
+        others = sorted(path.name for path in self.directory.iterdir() if path.is_file() and path.name not in known)
+        return found | {"files": others[:_MAX_LISTED]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,16 +178,17 @@ def plan(source: str | os.PathLike, target: str | os.PathLike, options: Options)
     Raises:   CheckpointError, ConfigError.
     """
     source = existing(source).resolve()
-    target = Path(target).absolute()
-    target = target.parent.resolve() / target.name
+    target = Path(target).resolve()
     if target == source or source in target.parents or target in source.parents:
-        raise CheckpointError(f"{target}: source and destination must lie beside each other, not one in the other")
+        raise CheckpointError(f"{target}: source and destination must not lie one in the other")
     parts = [_part("", source, options)]
     if parts[0].name == "" and isinstance(parts[0].config, ModelConfig) and os.path.lexists(source / DRAFT):
         parts.append(_part(DRAFT, source / DRAFT, dataclasses.replace(options, quantize=None)))
         if not isinstance(parts[1].config, DraftConfig):
             raise CheckpointError(f"{source / DRAFT}: its config.json describes no draft")
-    parent = next(path for path in target.parents if path.is_dir())
+    parent = next(path for path in target.parents if path.exists())
+    if not parent.is_dir():
+        raise CheckpointError(f"{target}: {parent} is no directory")
     made = Plan(
         source=source,
         target=target,
@@ -196,41 +217,47 @@ def convert(
               progress: called with ("convert" or "verify", bytes done, bytes in all).
               workers: tensors on their way at a time; each needs memory for a few pieces of 32 MiB.
     Raises:   CheckpointError if the source is damaged (what was written is then removed), if the destination exists, or
-              the disk is too small; OSError, KeyboardInterrupt: what was written stays for `resume`.
+              the disk is too small. What was written stays for `resume` after MismatchError of `verify` (that tensor is made
+              again), UnreadableError of the source, OSError and KeyboardInterrupt.
     """
     began = time.perf_counter()
-    _check_free(made)
-    with _partial(made, resume) as journal:
-        data = made.partial / "data"
+    check_destination(made, resume)
+    with working_directory(made.partial, _conversion(made), resume) as journal:
         try:
-            manifests = {}
-            resumed = 0
-            counter = _Counter(made, progress)
-            for part in made.parts:
-                finished = {name: entry for (of, name), entry in journal.finished.items() if of == part.name}
-                resumed += sum(part.reader.num_bytes(spec) for spec in part.reader.specs if spec.name in finished)
-                manifests[part.name] = _convert_part(part, data, made.options, finished, journal, counter, workers)
-            verified = None
-            if verify:
-                verified = sum(_verify_part(part, data / part.name, progress, made) for part in made.parts)
+            counter = _Counter("convert", made.bytes_in, _resumed_bytes(made, journal), progress)
+            resumed = counter.done
+            manifests = {part.name: _convert_part(made, part, journal, counter, workers) for part in made.parts}
+            verified = _verify(made, journal.data, progress) if verify else None
+        except MismatchError as error:
+            journal.forget(error.part, error.tensor)
+            raise MismatchError(error.part, error.tensor, f"{error}; --resume converts it again") from None
+        except UnreadableError:
+            raise
         except CheckpointError:
-            journal.discard = True  # the source is to blame: going on later would not help
+            journal.discard = True  # the source holds what cannot be converted: going on later would not help
             raise
         for part in reversed(made.parts):
-            sync_directory(data / part.name)
-        made.target.parent.mkdir(parents=True, exist_ok=True)
-        os.rename(data, made.target)
+            sync_directory(journal.data / part.name)
+        os.rename(journal.data, made.target)
         sync_directory(made.target.parent)
         journal.discard = True
     return Result(made, manifests, time.perf_counter() - began, resumed, verified)
 
 
+def is_published(made: Plan) -> bool:
+    """Whether the destination is there already, made from this source with these options."""
+    manifests = [read_manifest(made.target / part.name) for part in made.parts]
+    conversion = _conversion_sha256(made)
+    return all(manifest is not None and manifest.conversion == conversion for manifest in manifests)
+
+
 def verify_published(made: Plan, progress: Callable[[str, int, int], None] | None = None) -> int:
     """Compares a finished destination with its manifest and, by samples, with the source.
 
-    Returns:  the number of tensors compared.  Raises: CheckpointError at the first difference.
+    Returns:  the number of tensors compared.
+    Raises:   MismatchError at the first difference; CheckpointError if it is not a checkpoint.
     """
-    return sum(_verify_part(part, made.target / part.name, progress, made) for part in made.parts)
+    return _verify(made, made.target, progress)
 
 
 # ------------------------------------------------------------------------------------------------------------- planning
@@ -275,18 +302,18 @@ def _sink(part: Part, directory: Path, options: Options) -> Sink:
     return HFSink(directory, part.config, dtypes)
 
 
-def _check_free(made: Plan) -> None:
-    if made.target.is_dir() and not any(made.target.iterdir()):
-        return _check_disk(made)
-    if os.path.lexists(made.target):
-        raise CheckpointError(f"{made.target}: exists; choose another destination, or remove it first")
-    return _check_disk(made)
-
-
-def _check_disk(made: Plan) -> None:
+def check_destination(made: Plan, resume: bool) -> None:
+    """Raises CheckpointError if the conversion cannot begin: there is something, or too little room."""
+    target, partial = made.target, made.partial
+    if target.is_mount():
+        raise CheckpointError(f"{target}: a mount point, which nothing can be renamed to; choose a directory in it")
+    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
+        raise CheckpointError(f"{target}: exists; choose another destination, or remove it first")
+    if not resume and (partial / "journal.jsonl").exists() and not is_locked(partial):
+        raise CheckpointError(f"{partial}: an unfinished conversion; go on with --resume, or remove it to begin anew")
     if not made.fits:
         raise CheckpointError(
-            f"{made.target}: needs {made.bytes_out} bytes, its file system has {made.bytes_free + made.bytes_written} to give"
+            f"{target}: needs {made.bytes_out} bytes, its file system has {made.bytes_free + made.bytes_written} to give"
         )
 
 
@@ -300,128 +327,77 @@ def _allocated(directory: Path) -> int:
     return found
 
 
-def _fingerprint(made: Plan) -> dict[str, Any]:
-    """What must be the same for an interrupted run to be continued."""
-    parts = {}
+def _conversion(made: Plan) -> dict[str, Any]:
+    """What must be the same for an interrupted run to be continued: options, and the files of the source that it reads."""
+    files: dict[str, Any] = {}
     for part in made.parts:
-        table = [(spec.name, DTYPE_NAMES[part.reader.dtype(spec)], spec.shape) for spec in part.reader.specs]
-        files = []
-        for root, folders, names in os.walk(part.directory):
-            folders[:] = sorted(folder for folder in folders if not (folder == DRAFT and Path(root) == part.directory))
-            for name in sorted(names):
-                with contextlib.suppress(OSError):
-                    status = os.stat(os.path.join(root, name))
-                    files.append(
-                        (os.path.relpath(os.path.join(root, name), part.directory), status.st_size, status.st_mtime_ns)
-                    )
-        parts[part.name] = hashlib.sha256(json.dumps([table, files]).encode()).hexdigest()
-    return {"version": 1, **dataclasses.asdict(made.options), "source": parts}
+        # Files with tensors by size and time, the others, which are small, by what they say.
+        for path in _weight_files(part.directory):
+            status = path.stat()
+            files[str(Path(part.name, path.relative_to(part.directory)))] = [status.st_size, status.st_mtime_ns]
+        for path in (*part.side_files, part.directory / CONFIG_FILE):
+            files[str(Path(part.name, path.name))] = _sha256(path)
+    return {"version": 1, **dataclasses.asdict(made.options), "files": files}
 
 
-# -------------------------------------------------------------------------------------------------- the partial directory
+def _conversion_sha256(made: Plan) -> str:
+    return hashlib.sha256(json.dumps(_conversion(made), sort_keys=True).encode()).hexdigest()
 
 
-@dataclasses.dataclass
-class _Journal:
-    path: Path
-    finished: dict[tuple[str, str], TensorEntry]
-    discard: bool = False
-
-    def add(self, part: str, entries: Mapping[str, TensorEntry]) -> None:
-        with open(self.path, "a", encoding="utf-8") as file:
-            for name, entry in entries.items():
-                file.write(json.dumps({"part": part, "name": name, **entry.to_json()}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+def _weight_files(directory: Path) -> list[Path]:
+    format, manifest = checkpoint_format(directory)
+    if format == "hf":
+        found = [*directory.glob("*.safetensors"), *directory.glob(INDEX_FILE)]
+    elif format == "packed":
+        found = list(directory.glob("rank-*.bin"))
+    else:
+        found = [path for path in directory.rglob("*") if path.relative_to(directory).parts[0] not in _NOT_ORBAX]
+    found += [directory / MANIFEST_FILE] if manifest is not None else []
+    return sorted(path for path in found if path.is_file())
 
 
-@contextlib.contextmanager
-def _partial(made: Plan, resume: bool) -> Iterator[_Journal]:
-    """The partial directory with its journal, locked against a second conversion to the same destination."""
-    partial, fingerprint = made.partial, _fingerprint(made)
-    journal = _Journal(partial / "journal.jsonl", {})
-    if not resume and partial.exists():
-        raise CheckpointError(f"{partial}: an unfinished conversion; go on with --resume, or remove it to begin anew")
-    partial.mkdir(parents=True, exist_ok=True)
-    with open(partial / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise CheckpointError(f"{partial}: another conversion is writing there") from None
-        if journal.path.exists():
-            _read_journal(journal, fingerprint)
-        else:
-            shutil.rmtree(partial / "data", ignore_errors=True)
-            with open(journal.path, "w", encoding="utf-8") as file:
-                file.write(json.dumps(fingerprint) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        (partial / "data").mkdir(exist_ok=True)
-        try:
-            yield journal
-        finally:
-            if journal.discard:
-                shutil.rmtree(partial, ignore_errors=True)
-
-
-def _read_journal(journal: _Journal, fingerprint: dict[str, Any]) -> None:
-    lines = journal.path.read_text(encoding="utf-8").split("\n")
-    try:
-        first = json.loads(lines[0])
-    except ValueError:
-        first = None  # killed before the first line was whole
-    if first is not None and first != fingerprint:
-        raise CheckpointError(
-            f"{journal.path.parent}: belongs to a conversion with other options or of another source; "
-            "repeat that one with --resume, or remove the directory to begin anew"
-        )
-    if first is None:
-        journal.path.write_text(json.dumps(fingerprint) + "\n", encoding="utf-8")
-        return
-    whole = lines[:-1]  # what follows the last line end was cut off
-    for line in whole[1:]:
-        entry = json.loads(line)
-        journal.finished[entry["part"], entry["name"]] = TensorEntry.from_json(entry)
-    os.truncate(journal.path, sum(len(line.encode()) + 1 for line in whole))
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---------------------------------------------------------------------------------------------------------- converting
 
 
 class _Counter:
-    """Bytes read so far, from all threads."""
+    """Bytes done so far, from all threads."""
 
-    def __init__(self, made: Plan, progress: Callable[[str, int, int], None] | None) -> None:
-        self._done, self._total, self._progress = 0, made.bytes_in, progress
+    def __init__(self, phase: str, total: int, done: int, progress: Callable[[str, int, int], None] | None) -> None:
+        self.done, self._phase, self._total, self._progress = done, phase, total, progress
         self._lock = threading.Lock()
         self.add(0)
 
     def add(self, count: int) -> None:
         with self._lock:
-            self._done += count
+            self.done += count
             if self._progress:
-                self._progress("convert", self._done, self._total)
+                self._progress(self._phase, self.done, self._total)
+
+
+def _resumed_bytes(made: Plan, journal: Journal) -> int:
+    return sum(
+        part.reader.num_bytes(spec)
+        for part in made.parts
+        for spec in part.reader.specs
+        if (part.name, spec.name) in journal.finished
+    )
 
 
 class _Stopped(Exception):
     """Another thread failed, or the user interrupted."""
 
 
-def _convert_part(
-    part: Part,
-    data: Path,
-    options: Options,
-    finished: dict[str, TensorEntry],
-    journal: _Journal,
-    counter: _Counter,
-    workers: int,
-) -> Manifest:
-    directory, reader = data / part.name, part.reader
+def _convert_part(made: Plan, part: Part, journal: Journal, counter: _Counter, workers: int) -> Manifest:
+    directory, reader = journal.data / part.name, part.reader
     directory.mkdir(exist_ok=True)
-    sink = _sink(part, directory, options)
+    sink = _sink(part, directory, made.options)
     sink.create()
-    entries = dict(finished)
-    counter.add(sum(reader.num_bytes(spec) for spec in reader.specs if spec.name in entries))
+    entries = {name: entry for (of, name), entry in journal.finished.items() if of == part.name}
     source_manifest = read_manifest(part.directory)
     stop = threading.Event()
 
@@ -448,7 +424,7 @@ def _convert_part(
         raise
     pool.shutdown()
     sink.finish()
-    return _write_rest(part, directory, options, entries)
+    return _write_rest(made, part, directory, entries)
 
 
 def _groups(specs: tuple[TensorSpec, ...]) -> list[list[TensorSpec]]:
@@ -484,7 +460,7 @@ def _convert_tensor(
     return TensorEntry(dtype, checksum, quantization=report)
 
 
-def _settle(part: Part, sink: Sink, fresh: dict[str, TensorEntry], journal: _Journal) -> dict[str, TensorEntry]:
+def _settle(part: Part, sink: Sink, fresh: dict[str, TensorEntry], journal: Journal) -> dict[str, TensorEntry]:
     """Waits until tensors are on disk and notes them in the journal."""
     specs = [spec for spec in part.reader.specs if spec.name in fresh]
     ranks = sink.sync(specs)
@@ -493,7 +469,7 @@ def _settle(part: Part, sink: Sink, fresh: dict[str, TensorEntry], journal: _Jou
     return entries
 
 
-def _write_rest(part: Part, directory: Path, options: Options, entries: dict[str, TensorEntry]) -> Manifest:
+def _write_rest(made: Plan, part: Part, directory: Path, entries: dict[str, TensorEntry]) -> Manifest:
     """Config, tokenizer and manifest, in that order."""
     for path in part.side_files:
         _copy(path, directory / path.name)
@@ -502,13 +478,14 @@ def _write_rest(part: Part, directory: Path, options: Options, entries: dict[str
     else:
         write_json(directory / CONFIG_FILE, part.config_json)
         write_json(directory / modelopt.QUANT_FILE, modelopt.metadata(part.config))
-    report = part.reader.report
     manifest = Manifest(
-        format=options.to,
-        tp=options.tp or 1,
+        format=made.options.to,
+        tp=made.options.tp or 1,
         config_sha256=config_sha256(directory),
+        conversion=_conversion_sha256(made),
         source=_source(part),
-        not_carried={"tensors": report.num_skipped, "bytes": report.skipped_bytes, "families": list(report.skipped_families)},
+        not_carried=part.not_carried,
+        files={name: _sha256(directory / name) for name in (CONFIG_FILE, *_SIDE_FILES) if (directory / name).is_file()},
         tensors={spec.name: entries[spec.name] for spec in part.reader.specs},
     )
     write_json(directory / MANIFEST_FILE, manifest.to_json())
@@ -533,36 +510,64 @@ def _copy(source: Path, target: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------ verifying
 
 
-def _verify_part(part: Part, directory: Path, progress: Callable[[str, int, int], None] | None, made: Plan) -> int:
-    """Reads a part of the destination again. Raises CheckpointError at the first difference."""
+def _verify(made: Plan, directory: Path, progress: Callable[[str, int, int], None] | None) -> int:
+    """Reads the destination again. Returns the number of tensors; raises MismatchError at the first difference."""
+    readers = {part.name: _reopen(made, part, directory / part.name) for part in made.parts}
+    _drop_cached(directory)
+    total = sum(reader.num_bytes(spec) for reader in readers.values() for spec in reader.specs)
+    counter = _Counter("verify", total, 0, progress)
+    for part in made.parts:
+        reader, manifest = readers[part.name], read_manifest(directory / part.name)
+        pick = np.random.default_rng(int(manifest.weights_sha256[:16], 16))
+        sampled = set(pick.choice(len(reader.specs), min(_SAMPLES, len(reader.specs)), replace=False).tolist())
+        for i, spec in enumerate(reader.specs):
+            try:
+                _verify_tensor(made, part, reader, spec, manifest.tensors[spec.name], pick if i in sampled else None, counter)
+            except CheckpointError as error:
+                raise MismatchError(part.name, spec.name, f"{directory / part.name}: {error}") from None
+    return sum(len(reader.specs) for reader in readers.values())
+
+
+def _reopen(made: Plan, part: Part, directory: Path) -> Reader:
+    """The reader of a part of the destination, whose manifest and small files are as they must be."""
     manifest = read_manifest(directory)
     if manifest is None or manifest.format != made.options.to or manifest.tp != (made.options.tp or 1):
         raise CheckpointError(f"{directory}: not a checkpoint that this conversion made: its manifest is missing or another's")
-    config = read_draft_config(directory) if isinstance(part.config, DraftConfig) else read_config(directory)
+    for name, checksum in manifest.files.items():
+        if not (directory / name).is_file() or _sha256(directory / name) != checksum:
+            raise CheckpointError(f"{directory / name}: missing, or not as it was converted")
+    config = read_draft_config(directory) if isinstance(part.config, DraftConfig) else None
     reader = open_reader(directory, config)
     if reader.specs != part.reader.specs:
         raise CheckpointError(f"{directory}: does not have the tensors of the source")
-    _drop_cached(directory)
-    pick = np.random.default_rng(int(manifest.weights_sha256[:16], 16))
-    sampled = set(pick.choice(len(reader.specs), min(_SAMPLES, len(reader.specs)), replace=False).tolist())
-    total, done = sum(reader.num_bytes(spec) for spec in reader.specs), 0
-    for i, spec in enumerate(reader.specs):
-        entry, digest = manifest.tensors[spec.name], hashlib.sha256()
-        for box in _sink(part, directory, made.options).pieces(spec):
-            digest.update(np.ascontiguousarray(reader.read(spec, entry.dtype, box)).reshape(-1).view(np.uint8))
-        if digest.hexdigest() != entry.sha256:
-            raise CheckpointError(f"{directory}: {spec.name} does not have the checksum of its manifest")
-        if i in sampled:
-            box = _sample(spec, entry.dtype, pick)
-            same = reader.read(spec, entry.dtype, box).tobytes() == part.reader.read(spec, entry.dtype, box).tobytes()
-            if not same:
-                raise CheckpointError(f"{directory}: {spec.name} differs from the source")
-        if isinstance(reader, PackedReader):
-            reader.check_ranks(spec)
-        done += reader.num_bytes(spec)
-        if progress:
-            progress("verify", done, total)
-    return len(reader.specs)
+    return reader
+
+
+def _verify_tensor(
+    made: Plan,
+    part: Part,
+    reader: Reader,
+    spec: TensorSpec,
+    entry: TensorEntry,
+    pick: np.random.Generator | None,
+    counter: _Counter,
+) -> None:
+    digest, share = hashlib.sha256(), reader.num_bytes(spec)
+    done = counted = 0
+    for box in _sink(part, Path(), made.options).pieces(spec):
+        array = reader.read(spec, entry.dtype, box)
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        done += array.size
+        counter.add(share * done // max(1, spec.size) - counted)
+        counted = share * done // max(1, spec.size)
+    if digest.hexdigest() != entry.sha256:
+        raise CheckpointError(f"{spec.name} does not have the checksum of its manifest")
+    if isinstance(reader, PackedReader):
+        reader.check_ranks(spec)
+    if pick is not None:
+        box = _sample(spec, entry.dtype, pick)
+        if reader.read(spec, entry.dtype, box).tobytes() != part.reader.read(spec, entry.dtype, box).tobytes():
+            raise CheckpointError(f"{spec.name} differs from the source")
 
 
 def _sample(spec: TensorSpec, dtype: np.dtype, pick: np.random.Generator) -> tuple[slice, ...]:
@@ -581,7 +586,9 @@ def _sample(spec: TensorSpec, dtype: np.dtype, pick: np.random.Generator) -> tup
 
 
 def _drop_cached(directory: Path) -> None:
-    """Asks for the files to be read from the disk, not from memory, where the system can do that."""
+    """Asks for the files to be read from the disk, not from memory, where the system can do that (Linux)."""
+    if not hasattr(os, "posix_fadvise"):
+        return
     for root, _, names in os.walk(directory):
         for name in names:
             with open(os.path.join(root, name), "rb") as file:

@@ -126,8 +126,8 @@ def load_params(
     reader = open_reader(source, config) if isinstance(source, (str, os.PathLike)) else source
     if isinstance(reader, PackedReader) and reader.tp != num_ranks:
         raise CheckpointError(
-            f"{reader.directory}: packed for tp = {reader.tp}, to be loaded on {num_ranks} devices: load it on {reader.tp}, "
-            f"or convert it with --to packed --tp {num_ranks}"
+            f"{reader.directory}: packed for tp = {reader.tp}, to be loaded on {num_ranks} devices: load it on {reader.tp} "
+            f"(--devices {reader.tp}, or mesh=), or convert it with --to packed --tp {num_ranks}"
         )
     put = put or _put_whole
     done, total = 0, reader.report.num_bytes

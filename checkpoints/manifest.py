@@ -59,9 +59,11 @@ class Manifest:
 
     format: str
     tp: int  # ranks of a packed checkpoint, else 1
-    config_sha256: str  # of config.json as it was converted
-    source: Mapping[str, Any]  # format, revision if known, and files of the source
-    not_carried: Mapping[str, Any]  # tensors of the source that are not text: how many, their bytes and families
+    config_sha256: str  # of what config.json says, see `config_sha256`
+    conversion: str  # identifies source, options and destination format: what `--resume` compares
+    source: Mapping[str, Any]  # format, name, and revision if known
+    not_carried: Mapping[str, Any]  # of the source: tensors that are not text (how many, bytes, families), and other files
+    files: Mapping[str, str]  # SHA-256 of config.json, tokenizer and the other files that lie beside the tensors
     tensors: Mapping[str, TensorEntry]  # by their names in an HF file
 
     @property
@@ -75,9 +77,11 @@ class Manifest:
             "version": VERSION,
             "tp": self.tp,
             "config_sha256": self.config_sha256,
+            "conversion": self.conversion,
             "weights_sha256": self.weights_sha256,
             "source": dict(self.source),
             "not_carried": dict(self.not_carried),
+            "files": dict(self.files),
             "tensors": {name: entry.to_json() for name, entry in self.tensors.items()},
         }
 
@@ -111,9 +115,12 @@ def read_manifest(directory: Path) -> Manifest | None:
             config_sha256=raw["config_sha256"],
             source={**raw["source"]},  # TypeError for what is no object
             not_carried={**raw["not_carried"]},
+            conversion=raw["conversion"],
+            files={**raw["files"]},
             tensors={name: TensorEntry.from_json(entry) for name, entry in raw["tensors"].items()},
         )
         whole = raw["weights_sha256"] == manifest.weights_sha256
+        whole &= all(_SHA256.fullmatch(digest) for digest in (manifest.conversion, *manifest.files.values())) is True
         whole &= type(manifest.tp) is int and manifest.tp in ((1, 2, 4, 8) if manifest.format == "packed" else (1,))
         whole &= all(len(entry.rank_sha256) in (0, manifest.tp) for entry in manifest.tensors.values())
     except (KeyError, TypeError, ValueError, AttributeError):

@@ -26,7 +26,7 @@ import tensorstore as ts
 from jax.typing import DTypeLike
 
 from checkpoints.hf import LoadReport
-from checkpoints.shards import DTYPE_NAMES, WEIGHT_DTYPES, CheckpointError, read_json, some
+from checkpoints.shards import DTYPE_NAMES, WEIGHT_DTYPES, CheckpointError, UnreadableError, read_json, some
 from muse_jax.config import ModelConfig
 from muse_jax.draft_config import DraftConfig
 from muse_jax.layout import TensorSpec, insert
@@ -408,7 +408,7 @@ def _explained(message: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = " ".join(str(error).split()).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
-        raise CheckpointError(f"{message} ({reason[:400]})") from None
+        raise UnreadableError(f"{message} ({reason[:400]})") from None
 
 
 def _chunk_shape(spec: TensorSpec, dtype: np.dtype) -> tuple[int, ...]:

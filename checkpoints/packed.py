@@ -199,7 +199,7 @@ class PackedSink:
         """Waits until the tensors are on disk. Returns the checksum of each one's bytes in each rank's file."""
         for path in self._files:
             with open(path, "rb") as file:
-                os.fdatasync(file.fileno())
+                os.fsync(file.fileno())
         return {spec.name: tuple(digest.hexdigest() for digest in self._digests.pop(spec.name)) for spec in specs}
 
     def finish(self) -> None:

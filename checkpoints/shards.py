@@ -62,6 +62,10 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read or written; one line that names the file or tensor and what is wrong with it."""
 
 
+class UnreadableError(CheckpointError):
+    """A file that cannot be read now: the disk may be to blame, not what the file holds."""
+
+
 def some(names: Iterable[str], shown: int = 3) -> str:
     """The first few names quoted and cut to a readable length, and how many more there are."""
     names = sorted(names)
@@ -100,12 +104,12 @@ class StoredTensor(NamedTuple):  # there may be 200,000: half the memory and a t
         try:
             with open(self.path, "rb", buffering=0) as file:
                 if _stamp(file.fileno()) != self.stamp:
-                    raise CheckpointError(f"{self.path}: the file changed while it was being loaded")
+                    raise UnreadableError(f"{self.path}: the file changed while it was being loaded")
                 for run, position in zip(runs, np.ndindex(outer), strict=True):
                     start = first + sum(i * stride for i, stride in zip(position, strides, strict=False))
                     read_exactly(file, start, memoryview(run.view(np.uint8)))
         except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be read ({error})") from None
+            raise UnreadableError(f"{self.path}: cannot be read ({error})") from None
         if target is not out:
             out[...] = target
 
@@ -116,7 +120,7 @@ def read_exactly(file: io.FileIO, position: int, buffer: memoryview) -> None:
     while buffer:  # one call reads at most 2 GiB on Linux
         count = file.readinto(buffer)
         if not count:
-            raise CheckpointError(f"{file.name}: the file ends before its tensors do")
+            raise UnreadableError(f"{file.name}: the file ends before its tensors do")
         buffer = buffer[count:]
 
 

@@ -23,7 +23,8 @@ def make_mesh(num_devices: int) -> Mesh:
         raise ValueError(f"devices = {num_devices}: allowed are {', '.join(map(str, MESH_SIZES))}")
     devices = jax.devices()
     if num_devices > len(devices):
-        raise ValueError(f"devices = {num_devices}: this machine has {len(devices)} ({devices[0].platform})")
+        hint = f"; JAX_NUM_CPU_DEVICES={num_devices} makes virtual ones" if devices[0].platform == "cpu" else ""
+        raise ValueError(f"devices = {num_devices}: this machine has {len(devices)} ({devices[0].platform}){hint}")
     return Mesh(devices[:num_devices], (AXIS,))
 
 

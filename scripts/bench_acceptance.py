@@ -526,7 +526,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--field", default="question", help="the object's field that holds the prompt (default: question)")
     add("--chat", action=argparse.BooleanOptionalAction, help="whether prompts are put in chat form (default: if possible)")
     add("--limit", type=positive_int, default=100, metavar="N", help="prompts to take from the file (default: 100)")
-    add("--checkpoint", type=directory, default=BUNDLED, help="directory, Hugging Face layout (default: the bundled muse_tiny)")
+    add(
+        "--checkpoint",
+        type=directory,
+        default=BUNDLED,
+        help="checkpoint in any format (default: the bundled muse_tiny)",
+    )
     add("--draft", type=directory, metavar="DIR", help="DFlash2 draft (default: `draft` in the checkpoint)")
     add("--dtype", choices=("bfloat16", "float32"), help="of the weights (default: the checkpoint's, on a CPU float32)")
     add("--modes", nargs="+", choices=modes, default=list(modes), help="default: all; sampled_chain above temperature 0 only")

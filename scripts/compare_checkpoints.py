@@ -27,7 +27,19 @@ from typing import Any
 
 import numpy as np
 from bench_acceptance import Prompt, decode_all, read_prompts
-from generate import BAD_INPUT, FAILED, INTERRUPTED, Parser, directory, encode, leave, open_streams, positive_int, report
+from generate import (
+    BAD_INPUT,
+    FAILED,
+    INTERRUPTED,
+    Parser,
+    directory,
+    encode,
+    leave,
+    make_mesh,
+    open_streams,
+    positive_int,
+    report,
+)
 
 NAME = "compare_checkpoints.py"
 
@@ -60,8 +72,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
     import muse_jax
 
-    reference = muse_jax.load(args.reference, dtype=args.dtype)
-    other = muse_jax.load(args.checkpoint, dtype=args.dtype, activations=args.activations)
+    mesh = make_mesh(args.devices)
+    reference = muse_jax.load(args.reference, mesh=mesh, dtype=args.dtype)
+    other = muse_jax.load(args.checkpoint, mesh=mesh, dtype=args.dtype, activations=args.activations)
     if reference.config.vocab_size != other.config.vocab_size:
         raise ValueError(f"{args.checkpoint}: its vocabulary of {other.config.vocab_size} tokens is not the reference's")
     texts = read_prompts(args.prompts, args.field, args.limit)
@@ -144,6 +157,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--limit", type=positive_int, default=100, metavar="N", help="prompts to take from the file (default: 100)")
     add("--activations", choices=("bf16", "nvfp4"), default="bf16", help="of CHECKPOINT's NVFP4 experts (default: bf16)")
     add("--dtype", choices=("bfloat16", "float32"), help="of the weights (default: the checkpoint's, on a CPU float32)")
+    add("--devices", type=positive_int, metavar="N", help="share the work among N devices; virtual ones on a CPU")
     add("--max-new-tokens", type=positive_int, default=256, metavar="N", help="most tokens of an answer (default: 256)")
     add("--batch-size", type=positive_int, default=8, metavar="N", help="prompts decoded together (default: 8)")
     add("--json", action="store_true", help="print figures as one JSON object")

@@ -11,8 +11,8 @@ it is complete: until then everything is in `.DST.partial` beside it, and after 
 command with --resume goes on there. --verify with a DST that is complete already only verifies it. Formats, sizes and times:
 checkpoints/README.md.
 
-Exit code: 0; 1 if the disk fails or --verify finds a difference; 2 for bad arguments or a source that cannot be converted;
-130 after Ctrl-C.
+Exit code: 0; 1 if the disk fails or --verify finds a difference; 2 for bad arguments, a source that cannot be converted or a
+destination that is taken; 130 after Ctrl-C; 141 if the reader of stdout has gone.
 """
 
 from __future__ import annotations
@@ -28,10 +28,22 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from generate import BAD_INPUT, FAILED, INTERRUPTED, Parser, broken_pipe, directory, leave, open_streams, positive_int, report
+from generate import (
+    BAD_INPUT,
+    FAILED,
+    INTERRUPTED,
+    Interrupts,
+    Parser,
+    broken_pipe,
+    directory,
+    leave,
+    open_streams,
+    positive_int,
+    report,
+)
 
 if TYPE_CHECKING:  # the library takes a second to import, a mistyped option should not
-    from checkpoints.convert import Plan, Result
+    from checkpoints.convert import Plan
 
 NAME = "convert_checkpoint.py"
 _LINE_SECONDS = 30  # between two lines of progress where stderr is no terminal
@@ -43,57 +55,71 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # Orbax starts JAX, which would take a GPU's memory for nothing
     warnings.showwarning = lambda message, *_, **__: note(str(message))
+    interrupts = Interrupts()
     try:
-        return run(args)
+        with interrupts.raised():
+            return run(args, interrupts.check)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        note("interrupted; what was converted is kept: the same command with --resume goes on")
+        note(f"interrupted{how_to_go_on(args)}")
         return INTERRUPTED
     except BrokenPipeError:
         return broken_pipe()
     except ValueError as error:  # CheckpointError and ConfigError are
         note(" ".join(str(error).split()))
-        return BAD_INPUT
+        return FAILED if type(error).__name__ == "MismatchError" else BAD_INPUT
     except OSError as error:
-        note(f"{' '.join(str(error).split())}; what was converted is kept: the same command with --resume goes on")
+        note(" ".join(str(error).split()) + how_to_go_on(args))
         return FAILED
 
 
-def run(args: argparse.Namespace) -> int:
+def how_to_go_on(args: argparse.Namespace) -> str:
+    target = args.target.resolve()
+    if not (target.parent / f".{target.name}.partial" / "journal.jsonl").exists():
+        return ""
+    return "; what was converted is kept: the same command with --resume goes on"
+
+
+def run(args: argparse.Namespace, check: Callable[[], None]) -> int:
     from checkpoints import CheckpointError
-    from checkpoints.convert import Options, convert, plan, verify_published
+    from checkpoints.convert import Options, check_destination, convert, is_published, plan, verify_published
 
     made = plan(args.source, args.target, Options(to=args.to, tp=args.tp, quantize=args.quantize))
-    if args.dry_run:
-        print_plan(made, args.json)
-        if not made.fits:
-            note(f"{made.target}: the file system has only {made.bytes_free} bytes free")
-            return BAD_INPUT
-        return 0
     if (args.verify or args.resume) and (made.target / "muse_manifest.json").exists():
-        if not args.verify:
-            note(f"{made.target} is complete")
-            return 0
-        try:
-            with progress_display() as show:
+        if not is_published(made):
+            raise CheckpointError(f"{made.target}: exists, and was made from another source or with other options")
+        count = None
+        if args.verify and not args.dry_run:
+            with progress_display(check) as show:
                 count = verify_published(made, show)
-        except CheckpointError as error:
-            note(str(error))
-            return FAILED
-        print(
-            json.dumps({"destination": str(made.target), "verified_tensors": count})
-            if args.json
-            else f"{count} tensors verified"
-        )
+        print_figures(figures_of(made) | {"complete": True, "verified_tensors": count}, args.json)
         return 0
-    with progress_display() as show:
+    check()
+    if args.dry_run:
+        print_figures(figures_of(made) | {"bytes_free": made.bytes_free, "fits": made.fits}, args.json)
+        check_destination(made, args.resume)
+        return 0
+    with progress_display(check) as show:
         result = convert(made, resume=args.resume, verify=args.verify, progress=show, workers=args.workers)
-    print_result(result, args.json)
+    figures = figures_of(made) | {
+        "complete": True,
+        "verified_tensors": result.verified_tensors,
+        "resumed_bytes": result.resumed_bytes,
+        "seconds": round(result.seconds, 3),
+        "weights_sha256": {part or "target": manifest.weights_sha256 for part, manifest in result.manifests.items()},
+        "quantization": {
+            f"{part}/{name}" if part else name: dict(entry.quantization)
+            for part, manifest in result.manifests.items()
+            for name, entry in manifest.tensors.items()
+            if entry.quantization is not None
+        },
+    }
+    print_figures(figures, args.json)
     return 0
 
 
-def print_plan(made: Plan, as_json: bool) -> None:
-    figures = {
+def figures_of(made: Plan) -> dict[str, Any]:
+    return {
         "source": str(made.source),
         "destination": str(made.target),
         "format": made.options.to,
@@ -101,98 +127,71 @@ def print_plan(made: Plan, as_json: bool) -> None:
         "tensors": sum(len(part.reader.specs) for part in made.parts),
         "bytes_in": made.bytes_in,
         "bytes_out": made.bytes_out,
-        "bytes_free": made.bytes_free,
-        "fits": made.fits,
-        "not_carried": {
-            "tensors": sum(part.reader.report.num_skipped for part in made.parts),
-            "bytes": sum(part.reader.report.skipped_bytes for part in made.parts),
-            "families": sorted({family for part in made.parts for family in part.reader.report.skipped_families}),
-        },
+        "not_carried": {part.name or "target": part.not_carried for part in made.parts},
     }
+
+
+def print_figures(figures: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print(json.dumps(figures))
         return
-    left = figures["not_carried"]
-    print(
-        f"{figures['tensors']} tensors: {made.bytes_in} bytes to read, {made.bytes_out} bytes to write, {made.bytes_free} free"
-    )
-    if left["tensors"]:
-        print(f"not carried: {left['tensors']} tensors, {left['bytes']} bytes ({', '.join(left['families'])})")
-
-
-def print_result(result: Result, as_json: bool) -> None:
-    made = result.plan
-    read = made.bytes_in - result.resumed_bytes
-    quantised = {
-        f"{part}/{name}" if part else name: dict(entry.quantization)
-        for part, manifest in result.manifests.items()
-        for name, entry in manifest.tensors.items()
-        if entry.quantization is not None
-    }
-    figures: dict[str, Any] = {
-        "destination": str(made.target),
-        "format": made.options.to,
-        "tensors": sum(len(manifest.tensors) for manifest in result.manifests.values()),
-        "bytes_in": made.bytes_in,
-        "bytes_out": made.bytes_out,
-        "seconds": round(result.seconds, 3),
-        "bytes_per_second": round(read / result.seconds),
-        "resumed_bytes": result.resumed_bytes,
-        "verified_tensors": result.verified_tensors,
-        "weights_sha256": {part or "target": manifest.weights_sha256 for part, manifest in result.manifests.items()},
-        "not_carried": {part or "target": dict(manifest.not_carried) for part, manifest in result.manifests.items()},
-        "quantization": quantised,
-    }
-    if as_json:
-        print(json.dumps(figures))
-        return
-    if quantised:
+    if quantised := figures.get("quantization"):
         width = max(map(len, quantised))
-        print(f"{'quantised':{width}}  relative RMS  worst block  saturated")
+        print(f"{'quantised':{width}}  relative RMS  worst block  clipped values")
         for name, cost in quantised.items():
             rms, worst, saturated = cost["relative_rms"], cost["worst_block"], cost["saturated"]
-            print(f"{name:{width}}  {rms:12.4%}  {worst:11.4%}  {saturated:9}")
-    verified = "" if result.verified_tensors is None else f", {result.verified_tensors} verified"
-    print(
-        f"{made.target}: {figures['tensors']} tensors{verified}, {read} bytes read, {made.bytes_out} written "
-        f"in {result.seconds:.1f} s ({read / result.seconds / 1e6:.0f} MB/s)"
-    )
+            print(f"{name:{width}}  {rms:12.4%}  {worst:11.4%}  {saturated:14}")
+    for part, left in figures["not_carried"].items():
+        if left["tensors"]:
+            print(f"not carried ({part}): {left['tensors']} tensors, {left['bytes']} bytes ({', '.join(left['families'])})")
+        if left["files"]:
+            print(f"not carried ({part}): {', '.join(left['files'])}")
+    line = f"{figures['destination']}: {figures['tensors']} tensors, {figures['bytes_in']} bytes in, {figures['bytes_out']} out"
+    if "seconds" in figures:
+        rate = (figures["bytes_in"] - figures["resumed_bytes"]) / figures["seconds"] / 1e6
+        line += f", {figures['seconds']:.1f} s ({rate:.0f} MB/s)"
+    if "bytes_free" in figures:
+        line += f", {figures['bytes_free']} free"
+    if figures.get("verified_tensors") is not None:
+        line += f", {figures['verified_tensors']} tensors verified"
+    print(line + (", complete" if figures.get("complete") else ""))
 
 
 @contextlib.contextmanager
-def progress_display() -> Iterator[Callable[[str, int, int], None]]:
-    """Gives a progress callback: a bar on a terminal, else a line now and then."""
+def progress_display(check: Callable[[], None]) -> Iterator[Callable[[str, int, int], None]]:
+    """Gives a progress callback that calls `check` and shows a bar on a terminal, else a line now and then."""
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
-        )
+        text = TextColumn("{task.description}")
+        columns = (text, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         with Progress(*columns, console=Console(stderr=True)) as bar:
             tasks: dict[str, Any] = {}
 
             def show(phase: str, done: int, total: int) -> None:
-                if phase not in tasks:
-                    tasks[phase] = bar.add_task(phase, total=total)
+                if phase not in tasks:  # what a resumed conversion begins with is no speed
+                    tasks[phase] = bar.add_task(phase, total=total, completed=done)
                 bar.update(tasks[phase], completed=done)
+                check()
 
             yield show
         return
 
-    began = last = time.monotonic()
+    begun: dict[str, tuple[float, int]] = {}
+    last = time.monotonic()
 
     def show_line(phase: str, done: int, total: int) -> None:
         nonlocal last
         now = time.monotonic()
-        if now - last >= _LINE_SECONDS and 0 < done < total:
+        began, at = begun.setdefault(phase, (now, done))
+        if now - last >= _LINE_SECONDS and at < done < total:
             last = now
-            left = (now - began) * (total - done) / done
-            note(f"{phase}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {done / (now - began) / 1e6:.0f} MB/s, {left:.0f} s left")
+            rate = (done - at) / (now - began)
+            note(
+                f"{phase}: {done / 1e9:.1f} of {total / 1e9:.1f} GB, {rate / 1e6:.0f} MB/s, {(total - done) / rate:.0f} s left"
+            )
+        check()
 
     yield show_line
 

@@ -243,6 +243,7 @@ def write_answer(args: argparse.Namespace, answer: Answer, interrupts: Interrupt
             backend=args.backend,
             numerics=args.numerics,
             dtype=args.dtype,
+            activations=args.activations,
             max_length=args.max_length,
             draft=args.draft,
             speculation=args.speculation,
@@ -513,7 +514,12 @@ def directory(text: str) -> Path:
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add("--checkpoint", type=directory, default=BUNDLED, help="directory, Hugging Face layout (default: the bundled muse_tiny)")
+    add(
+        "--checkpoint",
+        type=directory,
+        default=BUNDLED,
+        help="checkpoint in any format (default: the bundled muse_tiny)",
+    )
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", help="text to continue, or with --chat to answer")
     prompt.add_argument("--prompt-file", metavar="FILE", help="file of the prompt; - for stdin, which is also read if piped")
@@ -536,6 +542,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--numerics", choices=("serving", "hf"), default="serving", help="where values are rounded; hf: as transformers does")
     add("--dtype", choices=("bfloat16", "float32"), help="of the weights (default: the checkpoint's, on a CPU float32)")
     add("--backend", default="auto", help="implementation of a step (default: auto)")
+    add("--activations", choices=("bf16", "nvfp4"), default="bf16", help="what GEMMs of NVFP4 experts read (default: bf16)")
     add("--devices", type=positive_int, metavar="N", help="share the work among N devices; virtual ones on a CPU")
     add("--no-compilation-cache", dest="compilation_cache", action="store_false", help="compile anew")
     add("--json", action="store_true", help="end stdout with a line that holds text, tokens and figures as a JSON object")

@@ -40,7 +40,7 @@ def test_dry_run_writes_nothing(tmp_path, capsys):
     assert (
         figures["fits"]
         and figures["tp"] == 8
-        and figures["not_carried"]["families"]
+        and figures["not_carried"]["target"]["families"]
         == [
             "model.audio_tower",
             "model.vision_adapter",
@@ -54,14 +54,16 @@ def test_dry_run_writes_nothing(tmp_path, capsys):
     written = sum(path.stat().st_size for path in (tmp_path / "out").rglob("*.bin"))
     assert written == figures["bytes_out"] == done["bytes_out"] and done["bytes_in"] == figures["bytes_in"]
     assert run(BUNDLED, tmp_path / "other", "--to", "hf", "--dry-run") == 0
-    assert "bytes to read" in capsys.readouterr().out
+    assert "bytes in, " in capsys.readouterr().out
+    assert run(BUNDLED, tmp_path / "out", "--to", "packed", "--tp", 8, "--dry-run") == 2
+    assert "exists; choose another destination" in capsys.readouterr().err
 
 
 def test_the_disk_is_too_small(tmp_path, capsys, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     assert run(BUNDLED, tmp_path / "out", "--to", "hf", "--dry-run") == 2
-    assert "only 1000 bytes free" in capsys.readouterr().err
+    assert "its file system has 1000 to give" in capsys.readouterr().err
     assert run(BUNDLED, tmp_path / "out", "--to", "hf") == 2
     assert "its file system has 1000 to give" in one_line(capsys)
     assert list(tmp_path.iterdir()) == []
@@ -70,15 +72,17 @@ def test_the_disk_is_too_small(tmp_path, capsys, monkeypatch):
 def test_verify_and_resume_of_what_is_complete(tmp_path, capsys):
     out = tmp_path / "out"
     assert run(BUNDLED, out, "--to", "orbax") == 0
-    assert capsys.readouterr().out.startswith(f"{out}: 162 tensors, ")
+    assert f"\n{out}: 162 tensors, " in capsys.readouterr().out
     assert run(BUNDLED, out, "--to", "orbax") == 2
     assert "exists; choose another destination" in one_line(capsys)
     assert run(BUNDLED, out, "--to", "orbax", "--resume") == 0
-    assert "is complete" in one_line(capsys)
-    assert run(BUNDLED, out, "--to", "orbax", "--verify") == 0
-    assert capsys.readouterr().out == "162 tensors verified\n"
-    assert run(BUNDLED, out, "--to", "hf", "--verify") == 1
-    assert "its manifest is missing or another's" in one_line(capsys)
+    assert capsys.readouterr().out.endswith(", complete\n")
+    assert run(BUNDLED, out, "--to", "orbax", "--verify", "--json") == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["verified_tensors"] == 162 and figures["complete"]
+    for other in (["--to", "hf", "--verify"], ["--to", "orbax", "--quantize", "nvfp4", "--resume"]):
+        assert run(BUNDLED, out, *other) == 2
+        assert "was made from another source or with other options" in one_line(capsys)
     chunk = next(path for path in sorted(out.rglob("c.*")) if path.is_file())
     data = bytearray(chunk.read_bytes())
     data[0] ^= 1
@@ -91,7 +95,7 @@ def test_quantise_and_compare(tmp_path, capsys):
     """The bundled model with NVFP4 experts; bars from what `compare_checkpoints.py` measures on 100 prompts, with room."""
     assert run(BUNDLED, tmp_path / "nvfp4", "--to", "hf", "--quantize", "nvfp4") == 0
     table = capsys.readouterr().out.splitlines()
-    assert table[0].split()[0] == "quantised" and len(table) == 1 + 8 + 1
+    assert table[0].split()[0] == "quantised" and table[8].startswith("model.") and not table[9].startswith("model.")
     for row in table[1:9]:
         # Rounding N(0, 1) to NVFP4 costs 9.5 % (muse_spark.md 4.3).
         assert 8 < float(row.split()[1].rstrip("%")) < 11

@@ -1,9 +1,12 @@
 """Conversion between formats: the same bytes by every way, after every interruption, or one line and nothing."""
 
 import dataclasses
+import errno
+import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,6 +33,7 @@ from checkpoints import (
     sharded_put,
 )
 from checkpoints.convert import Options
+from checkpoints.journal import working_directory
 from checkpoints.manifest import read_manifest
 from muse_jax import nvfp4
 from muse_jax.config import TINY, MLPKind, default_layer_types, default_layer_uses_rope
@@ -177,9 +181,11 @@ class TestRoundTrips:
         manifest = read_manifest(tmp_path / "middle")
         assert manifest.not_carried["tensors"] == 2
         assert manifest.not_carried["families"] == ["model.audio_tower", "model.vision_tower"]
+        assert manifest.not_carried["files"] == ["secret.py"]
         assert manifest.source == {"format": "hf", "name": "source", "revision": None}
         back = read_manifest(tmp_path / "back")
         assert (back.source, back.weights_sha256) == (manifest.source, manifest.weights_sha256)
+        assert back.not_carried == manifest.not_carried | {"files": []}
         nothing_left(tmp_path / "other")
 
     @pytest.mark.parametrize("config", [CONFIG, NVFP4], ids=["bf16", "nvfp4"])
@@ -314,7 +320,7 @@ class TestDestination:
 
     @pytest.mark.parametrize("target", ["source", "source/inside", "."])
     def test_source_and_destination_in_each_other(self, tmp_path, source, target):
-        with pytest.raises(CheckpointError, match="must lie beside each other"):
+        with pytest.raises(CheckpointError, match="must not lie one in the other"):
             convert.plan(source, tmp_path / target, Options("hf"))
 
     @pytest.mark.parametrize(
@@ -371,8 +377,30 @@ class TestDestination:
 
     def test_second_conversion_to_the_same_place(self, tmp_path, source):
         made = convert.plan(source, tmp_path / "out", Options("hf"))
-        with convert._partial(made, resume=True), pytest.raises(CheckpointError, match="another conversion is writing there"):
-            convert.convert(made, resume=True)
+        with working_directory(made.partial, convert._conversion(made), resume=False):
+            for resume in (False, True):
+                with pytest.raises(CheckpointError, match="another conversion is writing there"):
+                    convert.convert(made, resume=resume)
+        assert (made.partial / "journal.jsonl").exists()
+
+    def test_a_file_system_without_locks(self, tmp_path, source, monkeypatch):
+        def refuse(*_):
+            raise OSError(errno.ENOSYS, "no locks")
+
+        monkeypatch.setattr(fcntl, "flock", refuse)
+        with pytest.warns(UserWarning, match="its file system has no locks"):
+            run(source, tmp_path / "out", Options("hf"))
+
+    def test_link_to_a_directory_and_mount_point(self, tmp_path, source, monkeypatch):
+        (tmp_path / "real").mkdir()
+        (tmp_path / "link").symlink_to(tmp_path / "real")
+        run(source, tmp_path / "link", Options("hf"))
+        assert (tmp_path / "real" / "model.safetensors").exists() and (tmp_path / "link").is_symlink()
+        monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "mount")
+        with pytest.raises(CheckpointError, match="mount: a mount point"):
+            run(source, tmp_path / "mount", Options("hf"))
+        with pytest.raises(CheckpointError, match=r"config\.json is no directory"):
+            convert.plan(source, tmp_path / "real" / "config.json" / "out", Options("hf"))
 
 
 class TestResume:
@@ -388,7 +416,7 @@ class TestResume:
         expected = files(tmp_path / "whole")
         monkeypatch.setattr(convert, "_SYNC_BYTES", 1 << 14)  # several lines in the journal
         calls = (("write_exactly", "checkpoints.hf_sink"), ("write_exactly", "checkpoints.packed"), ("fsync", "os"),
-                 ("fdatasync", "os"), ("rename", "os"))  # fmt: skip
+                 ("rename", "os"))  # fmt: skip
 
         def interrupted_at(moment, resume):
             count = 0
@@ -415,8 +443,9 @@ class TestResume:
             except KeyboardInterrupt:
                 assert not (tmp_path / "out").exists() or files(tmp_path / "out") == expected
                 if not (tmp_path / "out").exists():
-                    with pytest.raises(CheckpointError, match="an unfinished conversion"):
-                        run(source, tmp_path / "out", options)
+                    if (tmp_path / ".out.partial").exists():  # else it was over before it began
+                        with pytest.raises(CheckpointError, match="an unfinished conversion"):
+                            run(source, tmp_path / "out", options)
                     run(source, tmp_path / "out", options, resume=True, workers=1)
             assert files(tmp_path / "out") == expected
             shutil.rmtree(tmp_path / "out")
@@ -447,18 +476,41 @@ class TestResume:
 
     def partial(self, tmp_path, source):
         made = convert.plan(source, tmp_path / "out", Options("hf"))
-        with convert._partial(made, resume=False) as journal:
-            journal.add("", {})
+        with working_directory(made.partial, convert._conversion(made), resume=False):
+            pass
         return made.partial
 
     def test_other_options_or_source_are_refused(self, tmp_path, source):
         self.partial(tmp_path, source)
-        for options in (Options("packed", 1), Options("orbax")):
-            with pytest.raises(CheckpointError, match="other options or of another source"):
+        (source / "download.lock").write_text("not read")
+        os.utime(source / "config.json", ns=(1, 1))
+        run(source, tmp_path / "out", Options("hf"), resume=True)
+        shutil.rmtree(tmp_path / "out")
+        self.partial(tmp_path, source)
+        for options, other in ((Options("packed", 1), "'to', 'tp'"), (Options("orbax"), "'to'")):
+            with pytest.raises(CheckpointError, match=f"belongs to another conversion .other {other}.: repeat that one"):
                 run(source, tmp_path / "out", options, resume=True)
+        (source / "generation_config.json").write_text("{}")
         os.utime(source / "model.safetensors", ns=(1, 1))
-        with pytest.raises(CheckpointError, match="other options or of another source"):
+        with pytest.raises(CheckpointError, match=r"other 'generation_config\.json', 'model\.safetensors'"):
             run(source, tmp_path / "out", Options("hf"), resume=True)
+
+    def test_a_disk_that_fails_for_a_moment(self, tmp_path, source, monkeypatch):
+        """The source cannot be read in the middle: what was written stays."""
+        made = convert.plan(source, tmp_path / "out", Options("hf"))
+        inner = convert._convert_tensor
+
+        def failing(reader, sink, spec, *args):
+            if spec.path == ("final_norm",):
+                (source / "model.safetensors").rename(source / "gone")
+            return inner(reader, sink, spec, *args)
+
+        with monkeypatch.context() as patch, pytest.raises(CheckpointError, match="cannot be read"):
+            patch.setattr(convert, "_convert_tensor", failing)
+            convert.convert(made, workers=1)
+        assert (made.partial / "journal.jsonl").exists()
+        (source / "gone").rename(source / "model.safetensors")
+        run(source, tmp_path / "out", Options("hf"), resume=True, verify=True)
 
     @pytest.mark.parametrize("keep", [0, 5, -1])
     def test_journal_cut_anywhere(self, tmp_path, source, keep):
@@ -519,6 +571,39 @@ class TestVerify:
         with pytest.raises(CheckpointError, match=r"rank-3-of-4\.bin: .*mlp\.gate\.weight does not have the checksum"):
             convert.verify_published(made)
 
+    def test_found_before_publishing(self, tmp_path, source, monkeypatch):
+        """A bad tensor is made again by --resume, and no other."""
+        made = convert.plan(source, tmp_path / "out", Options("hf"))
+        inner = convert._write_rest
+
+        def damaging(made, part, directory, entries):
+            data = bytearray((directory / "model.safetensors").read_bytes())
+            data[-1] ^= 1
+            (directory / "model.safetensors").write_bytes(data)
+            return inner(made, part, directory, entries)
+
+        monkeypatch.setattr(convert, "_write_rest", damaging)
+        with pytest.raises(
+            convert.MismatchError, match="does not have the checksum of its manifest; --resume converts it again"
+        ):
+            convert.convert(made, verify=True)
+        assert not (tmp_path / "out").exists()
+        monkeypatch.setattr(convert, "_write_rest", inner)
+        result = convert.convert(made, resume=True, verify=True)
+        assert result.verified_tensors == len(made.parts[0].reader.specs)
+        assert made.bytes_in - result.resumed_bytes in {made.parts[0].reader.num_bytes(s) for s in made.parts[0].reader.specs}
+
+    @pytest.mark.parametrize("options", [Options("hf"), Options("packed", 2)], ids=lambda o: o.to)
+    @pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+    def test_small_files_count_too(self, tmp_path, source, options, name):
+        made = convert.plan(source, tmp_path / "out", options)
+        convert.convert(made)
+        assert convert.is_published(made)
+        assert not convert.is_published(convert.plan(source, tmp_path / "out", Options("orbax")))
+        (tmp_path / "out" / name).write_text((tmp_path / "out" / name).read_text() + " ")
+        with pytest.raises(CheckpointError, match=f"{re.escape(name)}: missing, or not as it was converted"):
+            convert.verify_published(made)
+
     def test_wrong_from_the_start(self, tmp_path, source):
         """A destination that is whole but of other weights differs from the source in a sample."""
         made = convert.plan(source, tmp_path / "out", Options("hf"))
@@ -549,9 +634,7 @@ class TestLoading:
     @pytest.mark.parametrize("devices", [1, 4])
     def test_wrong_number_of_ranks(self, packed, devices):
         mesh = muse_jax.sharding.make_mesh(devices) if devices > 1 else None
-        message = (
-            f"packed for tp = 2, to be loaded on {devices} devices: load it on 2, or convert it with --to packed --tp {devices}"
-        )
+        message = f"packed for tp = 2, to be loaded on {devices} devices: load it on 2 .*, or convert it with .* --tp {devices}"
         with pytest.raises(CheckpointError, match=message):
             muse_jax.load(packed, mesh=mesh)
 

@@ -354,6 +354,8 @@ def manifests(draw):
         format=format,
         tp=tp,
         config_sha256=draw(digests),
+        conversion=draw(digests),
+        files={"config.json": draw(digests)},
         source=draw(st.dictionaries(names_of_files, values, max_size=3)),
         not_carried=draw(st.dictionaries(names_of_files, values, max_size=3)),
         tensors=draw(st.dictionaries(names_of_files, entries, max_size=4)),
