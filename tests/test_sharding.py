@@ -122,7 +122,5 @@ def test_mesh_needs_devices(monkeypatch):
     devices = jax.devices()
     monkeypatch.setattr(jax, "devices", lambda: devices[:2])
     assert make_mesh(2).axis_names == ("tp",)
-    with pytest.raises(
-        ValueError, match=r"^devices = 4: this machine has 2 \(cpu\); JAX_NUM_CPU_DEVICES=4 makes "
-    ):
+    with pytest.raises(ValueError, match=r"^devices = 4: this machine has 2 \(cpu\); JAX_NUM_CPU_DEVICES=4 makes "):
         make_mesh(4)
