@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.24")
 
 import torch
 from bf16_checks import compile_once

@@ -3,7 +3,7 @@
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.24")
 
 import bf16_checks
 from bf16_checks import Subject, verdicts

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("torch")
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.24")
 
 from bf16_checks import Subject, attention, dense_mlp, embedding, head, layer, moe, router, verdicts
 
