@@ -182,7 +182,7 @@ def plan(source: str | os.PathLike, target: str | os.PathLike, options: Options)
     if target == source or source in target.parents or target in source.parents:
         raise CheckpointError(f"{target}: source and destination must not lie one in the other")
     parts = [_part("", source, options)]
-    if parts[0].name == "" and isinstance(parts[0].config, ModelConfig) and os.path.lexists(source / DRAFT):
+    if isinstance(parts[0].config, ModelConfig) and os.path.lexists(source / DRAFT):
         parts.append(_part(DRAFT, source / DRAFT, dataclasses.replace(options, quantize=None)))
         if not isinstance(parts[1].config, DraftConfig):
             raise CheckpointError(f"{source / DRAFT}: its config.json describes no draft")
@@ -227,15 +227,16 @@ def convert(
             counter = _Counter("convert", made.bytes_in, _resumed_bytes(made, journal), progress)
             resumed = counter.done
             manifests = {part.name: _convert_part(made, part, journal, counter, workers) for part in made.parts}
-            verified = _verify(made, journal.data, progress) if verify else None
-        except MismatchError as error:
-            journal.forget(error.part, error.tensor)
-            raise MismatchError(error.part, error.tensor, f"{error}; --resume converts it again") from None
         except UnreadableError:
             raise
         except CheckpointError:
             journal.discard = True  # the source holds what cannot be converted: going on later would not help
             raise
+        try:
+            verified = _verify(made, journal.data, progress) if verify else None
+        except MismatchError as error:
+            journal.forget(error.part, error.tensor)
+            raise MismatchError(error.part, error.tensor, f"{error}; --resume converts it again") from None
         for part in reversed(made.parts):
             sync_directory(journal.data / part.name)
         os.rename(journal.data, made.target)

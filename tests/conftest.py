@@ -8,6 +8,7 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 import dataclasses
 import importlib.util
 import shutil
+import signal
 from pathlib import Path
 
 import jax
@@ -48,6 +49,14 @@ def pytest_collection_modifyitems(items):
 def rng(request) -> np.random.Generator:
     """Random numbers that depend on the test's name alone."""
     return np.random.default_rng(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def interrupts_arrive():
+    """Where tests run in the background SIGINT is ignored, and programs they start would inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 # ---- A small model as files and as a loaded object, for tests of everything above the model ---------------------------

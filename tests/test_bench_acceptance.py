@@ -390,19 +390,15 @@ def test_interrupt_and_failing_device(arguments, monkeypatch, capsys):
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="tells by /proc when JAX is being imported")
 @pytest.mark.parametrize("compiling", [False, True], ids=["imports", "compilation"])
-def test_interrupt_ends_cleanly(prompts_file, compiling):
+def test_interrupt_ends_cleanly(prompts_file, compiling, interrupts_arrive):
     """While JAX is imported, which bears no exception, and while XLA's threads compile the bundled model."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background, which would be inherited
-    try:
-        process = subprocess.Popen(
-            [sys.executable, bench_acceptance.__file__, "--prompts", str(prompts_file), "--field", "text"],
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "JAX_LOG_COMPILES": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    finally:
-        signal.signal(signal.SIGINT, before)
+    process = subprocess.Popen(
+        [sys.executable, bench_acceptance.__file__, "--prompts", str(prompts_file), "--field", "text"],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent), "JAX_LOG_COMPILES": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     with process:
         if compiling:
             assert any("Compiling jit(" in line and "prefill" in line for line in process.stderr)

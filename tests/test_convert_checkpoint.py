@@ -139,7 +139,7 @@ def test_bad_sources(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_interrupted_by_the_user(tmp_path):
+def test_interrupted_by_the_user(tmp_path, interrupts_arrive):
     """Ctrl-C while it converts: exit code 130, a line that says how to go on, and --resume does."""
     slow = (
         "import sys, time; sys.path.insert(0, 'scripts')\n"

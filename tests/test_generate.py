@@ -24,6 +24,8 @@ from muse_jax.layout import parameter_tree, text_tensors
 from muse_jax.tokenizer import Tokenizer
 from scripts import generate, train_tiny
 
+pytestmark = pytest.mark.usefixtures("interrupts_arrive")
+
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = {
     *("text", "tokens", "finish_reason", "prompt_tokens", "new_tokens", "seconds_prefill", "seconds_decode"),
@@ -109,14 +111,6 @@ def model_dir(tmp_path_factory) -> Path:
     train_tiny.save_tokenizer(tokenizer, directory, SIZES["max_position_embeddings"])
     save_hf(params, config_json, directory, dtype=jnp.float32)
     return directory
-
-
-@pytest.fixture(scope="module", autouse=True)
-def interrupts_arrive():
-    """Where these tests run in the background SIGINT is ignored, and programs they start would inherit that."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="module")
