@@ -62,6 +62,9 @@ class Sink(Protocol):
     def num_bytes(self) -> int:
         """Of the files with the tensors."""
 
+    def intact(self, spec: TensorSpec) -> bool:
+        """Whether the files of a tensor that an interrupted run finished are there, as far as their sizes tell."""
+
     def create(self) -> None:
         """Makes the files, or takes over those of an interrupted run."""
 
@@ -78,11 +81,15 @@ class Sink(Protocol):
 
 
 class MismatchError(CheckpointError):
-    """A tensor of the destination that is not the source's."""
+    """Tensors of the destination, as (part, name), that are not the source's."""
 
-    def __init__(self, part: str, tensor: str, message: str) -> None:
+    def __init__(self, tensors: list[tuple[str, str]], message: str) -> None:
         super().__init__(message)
-        self.part, self.tensor = part, tensor
+        self.tensors = tensors
+
+
+class DamagedSourceError(CheckpointError):
+    """The source holds what cannot be converted, now or later."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +185,10 @@ def plan(source: str | os.PathLike, target: str | os.PathLike, options: Options)
     Raises:   CheckpointError, ConfigError.
     """
     source = existing(source).resolve()
-    target = Path(target).resolve()
+    try:
+        target = Path(target).resolve()
+    except RuntimeError:
+        raise CheckpointError(f"{target}: a link to itself") from None
     if target == source or source in target.parents or target in source.parents:
         raise CheckpointError(f"{target}: source and destination must not lie one in the other")
     parts = [_part("", source, options)]
@@ -216,9 +226,9 @@ def convert(
               verify: before publishing, read everything again: checksums of all tensors, and samples against the source.
               progress: called with ("convert" or "verify", bytes done, bytes in all).
               workers: tensors on their way at a time; each needs memory for a few pieces of 32 MiB.
-    Raises:   CheckpointError if the source is damaged (what was written is then removed), if the destination exists, or
-              the disk is too small. What was written stays for `resume` after MismatchError of `verify` (that tensor is made
-              again), UnreadableError of the source, OSError and KeyboardInterrupt.
+    Raises:   CheckpointError if the destination exists, or the disk is too small; DamagedSourceError, after which what was
+              written is removed. It stays for `resume` after everything else: MismatchError of `verify` (those tensors are
+              made again), UnreadableError of the source, OSError, KeyboardInterrupt.
     """
     began = time.perf_counter()
     check_destination(made, resume)
@@ -227,16 +237,15 @@ def convert(
             counter = _Counter("convert", made.bytes_in, _resumed_bytes(made, journal), progress)
             resumed = counter.done
             manifests = {part.name: _convert_part(made, part, journal, counter, workers) for part in made.parts}
-        except UnreadableError:
-            raise
-        except CheckpointError:
-            journal.discard = True  # the source holds what cannot be converted: going on later would not help
+        except DamagedSourceError:
+            journal.discard = True
             raise
         try:
             verified = _verify(made, journal.data, progress) if verify else None
         except MismatchError as error:
-            journal.forget(error.part, error.tensor)
-            raise MismatchError(error.part, error.tensor, f"{error}; --resume converts it again") from None
+            for part, name in error.tensors:
+                journal.forget(part, name)
+            raise MismatchError(error.tensors, f"{error}; --resume makes it right") from None
         for part in reversed(made.parts):
             sync_directory(journal.data / part.name)
         os.rename(journal.data, made.target)
@@ -256,7 +265,7 @@ def verify_published(made: Plan, progress: Callable[[str, int, int], None] | Non
     """Compares a finished destination with its manifest and, by samples, with the source.
 
     Returns:  the number of tensors compared.
-    Raises:   MismatchError at the first difference; CheckpointError if it is not a checkpoint.
+    Raises:   MismatchError with every tensor that is wrong; CheckpointError if it is not a checkpoint.
     """
     return _verify(made, made.target, progress)
 
@@ -310,8 +319,10 @@ def check_destination(made: Plan, resume: bool) -> None:
         raise CheckpointError(f"{target}: a mount point, which nothing can be renamed to; choose a directory in it")
     if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(f"{target}: exists; choose another destination, or remove it first")
-    if not resume and (partial / "journal.jsonl").exists() and not is_locked(partial):
-        raise CheckpointError(f"{partial}: an unfinished conversion; go on with --resume, or remove it to begin anew")
+    if (partial / "journal.jsonl").exists() and not is_locked(partial):
+        if not resume:
+            raise CheckpointError(f"{partial}: an unfinished conversion; go on with --resume, or remove it to begin anew")
+        Journal(partial).check(_conversion(made))
     if not made.fits:
         raise CheckpointError(
             f"{target}: needs {made.bytes_out} bytes, its file system has {made.bytes_free + made.bytes_written} to give"
@@ -397,8 +408,10 @@ def _convert_part(made: Plan, part: Part, journal: Journal, counter: _Counter, w
     directory, reader = journal.data / part.name, part.reader
     directory.mkdir(exist_ok=True)
     sink = _sink(part, directory, made.options)
+    # What somebody removed from the directory since is made again.
+    intact = {spec.name for spec in reader.specs if (part.name, spec.name) in journal.finished and sink.intact(spec)}
+    entries = {name: entry for (of, name), entry in journal.finished.items() if of == part.name and name in intact}
     sink.create()
-    entries = {name: entry for (of, name), entry in journal.finished.items() if of == part.name}
     source_manifest = read_manifest(part.directory)
     stop = threading.Event()
 
@@ -446,8 +459,7 @@ def _convert_tensor(
     for box in sink.pieces(spec):
         if stop.is_set():
             raise _Stopped
-        array = reader.read(spec, dtype, box)
-        check_scales(spec, array)
+        array = _read(reader, spec, dtype, box)
         digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         sink.write(spec, box, array)
         done += array.size
@@ -456,9 +468,20 @@ def _convert_tensor(
     checksum = digest.hexdigest()
     known = source.tensors.get(spec.name) if source else None
     if known is not None and known.dtype == dtype and known.sha256 != checksum:
-        raise CheckpointError(f"{spec.name} does not have the checksum of the source's manifest: the source is damaged")
+        raise DamagedSourceError(f"{spec.name} does not have the checksum of the source's manifest: the source is damaged")
     report = reader.quantization(spec) if isinstance(reader, QuantizingReader) else known and known.quantization
     return TensorEntry(dtype, checksum, quantization=report)
+
+
+def _read(reader: Reader, spec: TensorSpec, dtype: np.dtype, box: tuple[slice, ...]) -> np.ndarray:
+    try:
+        array = reader.read(spec, dtype, box)
+        check_scales(spec, array)
+    except UnreadableError:
+        raise
+    except CheckpointError as error:
+        raise DamagedSourceError(str(error)) from None
+    return array
 
 
 def _settle(part: Part, sink: Sink, fresh: dict[str, TensorEntry], journal: Journal) -> dict[str, TensorEntry]:
@@ -512,20 +535,31 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _verify(made: Plan, directory: Path, progress: Callable[[str, int, int], None] | None) -> int:
-    """Reads the destination again. Returns the number of tensors; raises MismatchError at the first difference."""
+    """Reads the destination again. Returns the number of tensors; raises one MismatchError with all that are wrong."""
     readers = {part.name: _reopen(made, part, directory / part.name) for part in made.parts}
     _drop_cached(directory)
     total = sum(reader.num_bytes(spec) for reader in readers.values() for spec in reader.specs)
     counter = _Counter("verify", total, 0, progress)
+    wrong: list[tuple[str, str]] = []
+    first = ""
     for part in made.parts:
         reader, manifest = readers[part.name], read_manifest(directory / part.name)
         pick = np.random.default_rng(int(manifest.weights_sha256[:16], 16))
         sampled = set(pick.choice(len(reader.specs), min(_SAMPLES, len(reader.specs)), replace=False).tolist())
         for i, spec in enumerate(reader.specs):
+            entry = manifest.tensors[spec.name]
+            box = _sample(spec, entry.dtype, pick) if i in sampled else None
+            expected = None if box is None else part.reader.read(spec, entry.dtype, box)
             try:
-                _verify_tensor(made, part, reader, spec, manifest.tensors[spec.name], pick if i in sampled else None, counter)
+                _verify_tensor(made, part, reader, spec, entry, counter)
+                if box is not None and reader.read(spec, entry.dtype, box).tobytes() != expected.tobytes():
+                    raise CheckpointError(f"{spec.name} differs from the source")
             except CheckpointError as error:
-                raise MismatchError(part.name, spec.name, f"{directory / part.name}: {error}") from None
+                wrong.append((part.name, spec.name))
+                first = first or f"{directory / part.name}: {error}"
+    if wrong:
+        more = f" (and {len(wrong) - 1} other tensors)" if len(wrong) > 1 else ""
+        raise MismatchError(wrong, first + more)
     return sum(len(reader.specs) for reader in readers.values())
 
 
@@ -544,15 +578,7 @@ def _reopen(made: Plan, part: Part, directory: Path) -> Reader:
     return reader
 
 
-def _verify_tensor(
-    made: Plan,
-    part: Part,
-    reader: Reader,
-    spec: TensorSpec,
-    entry: TensorEntry,
-    pick: np.random.Generator | None,
-    counter: _Counter,
-) -> None:
+def _verify_tensor(made: Plan, part: Part, reader: Reader, spec: TensorSpec, entry: TensorEntry, counter: _Counter) -> None:
     digest, share = hashlib.sha256(), reader.num_bytes(spec)
     done = counted = 0
     for box in _sink(part, Path(), made.options).pieces(spec):
@@ -565,10 +591,6 @@ def _verify_tensor(
         raise CheckpointError(f"{spec.name} does not have the checksum of its manifest")
     if isinstance(reader, PackedReader):
         reader.check_ranks(spec)
-    if pick is not None:
-        box = _sample(spec, entry.dtype, pick)
-        if reader.read(spec, entry.dtype, box).tobytes() != part.reader.read(spec, entry.dtype, box).tobytes():
-            raise CheckpointError(f"{spec.name} differs from the source")
 
 
 def _sample(spec: TensorSpec, dtype: np.dtype, pick: np.random.Generator) -> tuple[slice, ...]:

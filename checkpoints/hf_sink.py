@@ -54,6 +54,10 @@ class HFSink:
         """Of the files."""
         return sum(self._sizes.values())
 
+    def intact(self, spec: TensorSpec) -> bool:
+        path = self._places[spec.name][0]
+        return path.is_file() and path.stat().st_size == self._sizes[path.name]
+
     def create(self) -> None:
         for file, header in self._headers.items():
             with open(self._directory / file, "ab"):  # makes it, or leaves what is there

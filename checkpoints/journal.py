@@ -53,26 +53,43 @@ class Journal:
 
         Raises:   CheckpointError if it was another conversion.
         """
-        lines = self.path.read_text(encoding="utf-8").split("\n")[:-1] if self.path.exists() else []  # the last may be cut
+        lines = self.check(conversion)
         if not lines:
             shutil.rmtree(self.data, ignore_errors=True)
             with open(self.path, "w", encoding="utf-8"):
                 pass
             self._append(_line(conversion))
-        elif (before := json.loads(lines[0])) != conversion:
+        whole = 1
+        for line in lines[1:]:
+            try:
+                entry = json.loads(line)
+                key = entry["part"], entry["name"]
+                made = None if "forgotten" in entry else TensorEntry.from_json(entry)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                break  # damaged: what follows is made again
+            self.finished.pop(key, None)
+            if made is not None:
+                self.finished[key] = made
+            whole += 1
+        if lines:
+            os.truncate(self.path, sum(len(line.encode()) + 1 for line in lines[:whole]))
+        self.data.mkdir(exist_ok=True)
+
+    def check(self, conversion: Mapping[str, Any]) -> list[str]:
+        """The lines of the journal, none if it was not begun. Raises CheckpointError if it is of another conversion."""
+        if not self.path.exists():
+            return []
+        lines = self.path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]  # the last may be cut
+        try:
+            before = json.loads(lines[0]) if lines else conversion
+        except ValueError:
+            before = None
+        if before != conversion:
             raise CheckpointError(
                 f"{self.directory}: belongs to another conversion (other {some(_differences(before, conversion))}): "
                 "repeat that one with --resume, or remove the directory to begin anew"
             )
-        else:
-            os.truncate(self.path, sum(len(line.encode()) + 1 for line in lines))
-        for entry in map(json.loads, lines[1:]):
-            key = entry["part"], entry["name"]
-            if "forgotten" in entry:
-                self.finished.pop(key, None)
-            else:
-                self.finished[key] = TensorEntry.from_json(entry)
-        self.data.mkdir(exist_ok=True)
+        return lines
 
     def _append(self, text: str) -> None:
         with open(self.path, "a", encoding="utf-8") as file:

@@ -215,6 +215,16 @@ class OrbaxSink:
         """Of the files with the chunks."""
         return sum(math.prod(self._grid(spec)) * self._chunk_file_bytes(spec) for spec in self._specs)
 
+    def intact(self, spec: TensorSpec) -> bool:
+        """Whether all chunks of an array are there and whole, and its metadata is what `write` would make."""
+        try:
+            self._check(spec)
+            ts.open(self._json_spec(spec) | {"create": False}, context=self._context).result()
+        except Exception:  # TensorStore has no exception classes of its own
+            shutil.rmtree(self._path(spec), ignore_errors=True)  # metadata that it cannot read it would not replace
+            return False
+        return True
+
     def create(self) -> None:
         """Makes the directory, if it is not there."""
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -227,8 +237,8 @@ class OrbaxSink:
     def write(self, spec: TensorSpec, index: tuple[slice, ...], array: np.ndarray) -> None:
         """Writes one of the `pieces`. Different specs may be written at the same time.
 
-        Raises:   ValueError if the array has not the piece's shape and the dtype that was announced; CheckpointError if
-                  it cannot be written, or if the array was begun with another shape or dtype.
+        Raises:   ValueError if the array has not the piece's shape and the dtype that was announced; OSError if it cannot
+                  be written, or if the array was begun with another shape or dtype.
         """
         dtype, shape = self._dtypes[spec.name], tuple(s.stop - s.start for s in index)
         if array.shape != shape or array.dtype != dtype:
@@ -307,7 +317,7 @@ class OrbaxSink:
                 raise CheckpointError(f"{file}: missing or incomplete; write all pieces of {spec.name} before finishing")
 
     def _explained(self, spec: TensorSpec) -> contextlib.AbstractContextManager[None]:
-        return _explained(f"{self._directory}: {some([array_name(spec)])} cannot be written; remove what is there if it is old")
+        return _explained(f"{self._directory}: {some([array_name(spec)])} cannot be written", OSError)
 
 
 class _Stored:
@@ -400,7 +410,7 @@ def _context(cache_bytes: int) -> ts.Context:
 
 
 @contextlib.contextmanager
-def _explained(message: str) -> Iterator[None]:
+def _explained(message: str, kind: type[Exception] = UnreadableError) -> Iterator[None]:
     """Makes one line of what TensorStore raises, which has no exception classes of its own."""
     try:
         yield
@@ -408,7 +418,7 @@ def _explained(message: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = " ".join(str(error).split()).split(" [tensorstore_spec=")[0].split(" [source locations=")[0]
-        raise UnreadableError(f"{message} ({reason[:400]})") from None
+        raise kind(f"{message} ({reason[:400]})") from None
 
 
 def _chunk_shape(spec: TensorSpec, dtype: np.dtype) -> tuple[int, ...]:

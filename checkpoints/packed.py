@@ -163,6 +163,10 @@ class PackedSink:
         """Of the files."""
         return self._tp * file_bytes(tuple(self._table.values()))
 
+    def intact(self, spec: TensorSpec) -> bool:
+        size = file_bytes(tuple(self._table.values()))
+        return all(path.is_file() and path.stat().st_size == size for path in self._files)
+
     def create(self) -> None:
         size = file_bytes(tuple(self._table.values()))
         for path in self._files:

@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     interrupts = Interrupts()
     try:
         with interrupts.raised():
-            return run(args, interrupts.check)
+            return run(args, interrupts)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         note(f"interrupted{how_to_go_on(args)}")
@@ -66,23 +66,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return broken_pipe()
     except ValueError as error:  # CheckpointError and ConfigError are
-        note(" ".join(str(error).split()))
-        return FAILED if type(error).__name__ == "MismatchError" else BAD_INPUT
+        of_the_disk = type(error).__name__ in ("MismatchError", "UnreadableError")
+        note(" ".join(str(error).split()) + (how_to_go_on(args) if of_the_disk else ""))
+        return FAILED if of_the_disk else BAD_INPUT
     except OSError as error:
         note(" ".join(str(error).split()) + how_to_go_on(args))
         return FAILED
 
 
 def how_to_go_on(args: argparse.Namespace) -> str:
-    target = args.target.resolve()
-    if not (target.parent / f".{target.name}.partial" / "journal.jsonl").exists():
-        return ""
-    return "; what was converted is kept: the same command with --resume goes on"
+    with contextlib.suppress(OSError, RuntimeError):  # a path that cannot even be looked at
+        target = args.target.resolve()
+        if (target.parent / f".{target.name}.partial" / "journal.jsonl").exists():
+            return "; what was converted is kept: the same command with --resume goes on"
+    return ""
 
 
-def run(args: argparse.Namespace, check: Callable[[], None]) -> int:
-    from checkpoints import CheckpointError
-    from checkpoints.convert import Options, check_destination, convert, is_published, plan, verify_published
+def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
+    check = interrupts.check
+    with interrupts.held():
+        from checkpoints import CheckpointError
+        from checkpoints.convert import Options, check_destination, convert, is_published, plan, verify_published
 
     made = plan(args.source, args.target, Options(to=args.to, tp=args.tp, quantize=args.quantize))
     if (args.verify or args.resume) and (made.target / "muse_manifest.json").exists():

@@ -519,6 +519,41 @@ class TestResume:
         path.write_text(text[: keep % (len(text) + 1)])
         run(source, tmp_path / "out", Options("hf"), resume=True, verify=True)
 
+    @pytest.mark.parametrize("options", [Options("hf"), Options("packed", 2), Options("orbax")], ids=lambda o: o.to)
+    @pytest.mark.parametrize("damage", ["bits", "files", "data", "metadata", "journal"])
+    def test_damaged_in_between(self, tmp_path, source, monkeypatch, options, damage):
+        """What was finished and is damaged before the resumption is made again, in at most two runs."""
+        made = convert.plan(source, tmp_path / "out", options)
+        inner = os.rename
+        monkeypatch.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(OSError("the disk is away")))
+        with pytest.raises(OSError, match="the disk is away"):
+            convert.convert(made)
+        monkeypatch.setattr(os, "rename", inner)
+        data = made.partial / "data"
+        files = [path for path in data.rglob("*") if path.is_file() and path.name.startswith(("model", "rank", "c."))]
+        if damage == "bits":
+            for path in files:
+                content = bytearray(path.read_bytes())
+                content[-1] ^= 1
+                content[len(content) // 2] ^= 1
+                path.write_bytes(content)
+        elif damage == "files":
+            files[0].unlink()
+            (data / "config.json").write_text("{}")
+        elif damage == "data":
+            shutil.rmtree(data)
+        elif damage == "metadata":
+            for path in data.rglob("zarr.json"):
+                path.write_text("{")
+        else:
+            text = (made.partial / "journal.jsonl").read_text().splitlines(keepends=True)
+            (made.partial / "journal.jsonl").write_text("".join([*text[:3], text[3][:20] + "\n", *text[4:]]))
+        if damage == "bits":
+            with pytest.raises(convert.MismatchError, match="--resume makes it right"):
+                convert.convert(made, resume=True, verify=True)
+        convert.convert(made, resume=True, verify=True)
+        assert not made.partial.exists()
+
     @pytest.mark.parametrize("to", [["hf"], ["packed", "--tp", "4"], ["orbax"]], ids=lambda to: to[0])
     def test_killed(self, tmp_path, rng, to):
         """kill -9 of the script at random moments."""
@@ -583,9 +618,7 @@ class TestVerify:
             return inner(made, part, directory, entries)
 
         monkeypatch.setattr(convert, "_write_rest", damaging)
-        with pytest.raises(
-            convert.MismatchError, match="does not have the checksum of its manifest; --resume converts it again"
-        ):
+        with pytest.raises(convert.MismatchError, match="does not have the checksum of its manifest; --resume makes it right"):
             convert.convert(made, verify=True)
         assert not (tmp_path / "out").exists()
         monkeypatch.setattr(convert, "_write_rest", inner)
