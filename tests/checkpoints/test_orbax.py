@@ -688,7 +688,7 @@ def test_refuses_a_piece_of_another_dtype_or_shape(tmp_path, config, arrays):
 def test_refuses_arrays_begun_with_another_dtype(tmp_path, config, arrays):
     write(tmp_path, arrays, config, names={tensors(config)[0].name}, finish=False)
     wide = {name: array.astype(FP32) if array.dtype == BF16 else array for name, array in arrays.items()}
-    with pytest.raises(OSError, match="'embedding' cannot be written .*data_type") as excinfo:
+    with pytest.raises(OSError, match=r"'embedding' cannot be written .*data_type") as excinfo:
         write(tmp_path, wide, config)
     one_line(excinfo)
 
