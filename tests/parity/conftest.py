@@ -1,4 +1,4 @@
-"""Makes this folder's helper modules importable (tests/ has no packages), and shares the bfloat16 recording."""
+"""Makes this folder's other modules importable (tests/ has no packages), and shares the bfloat16 recording."""
 
 import sys
 import zlib
