@@ -33,7 +33,7 @@ from checkpoints.journal import Journal, is_locked, working_directory
 from checkpoints.loading import Reader, check_scales, checkpoint_format, open_reader, read_draft_config
 from checkpoints.manifest import FORMATS, MANIFEST_FILE, Manifest, TensorEntry, config_sha256, read_manifest
 from checkpoints.packed import PackedReader, PackedSink
-from checkpoints.quantize import QuantizingReader
+from checkpoints.quantize import NVFP4_FIELDS, QuantizingReader
 from checkpoints.shards import INDEX_FILE, CheckpointError, UnreadableError, read_json, write_json
 from muse_jax.config import ModelConfig
 from muse_jax.draft_config import DraftConfig
@@ -445,7 +445,7 @@ def _groups(specs: tuple[TensorSpec, ...]) -> list[list[TensorSpec]]:
     """The tensors of one NVFP4 weight together: a quantising source makes them from one reading. Others alone."""
     groups: dict[tuple, list[TensorSpec]] = {}
     for spec in specs:
-        packed = spec.path[-1] in ("codes", "block_scales", "global_scale", "input_scale")
+        packed = spec.path[-1] in NVFP4_FIELDS
         groups.setdefault(spec.path[:-1] if packed else spec.path, []).append(spec)
     return list(groups.values())
 

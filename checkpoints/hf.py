@@ -36,11 +36,13 @@ from checkpoints.shards import (
     CheckpointError,
     OutgoingTensor,
     StoredTensor,
+    allowed_dtypes,
     collector_off,
     open_directory,
     read_header,
     read_json,
     some,
+    unfit,
     write_json,
     write_safetensors,
 )
@@ -378,7 +380,7 @@ def _match(directory: Path, specs: tuple[TensorSpec, ...], stored: Mapping[str, 
         used.update(names)
         found = {name: stored[name] for name in names if name in stored}
         missing += [name for name in names if name not in found]
-        allowed = tuple(WEIGHT_DTYPES) if spec.dtype in (None, np.float32) else (DTYPE_NAMES[spec.dtype],)
+        allowed = allowed_dtypes(spec.dtype)
         for part in found.values():
             if part.shape != shape and not (shape == () and part.shape == (1,)):
                 misshapen.append(f"{some([part.name])} is {list(part.shape)[:8]}, expected {list(shape)}")
@@ -390,14 +392,7 @@ def _match(directory: Path, specs: tuple[TensorSpec, ...], stored: Mapping[str, 
     if quantised := [name for name in unknown if _QUANTISED.fullmatch(name)]:
         faults.append(f"quantised weights are not supported ({some(quantised)}) but for the experts of a target, as NVFP4")
         unknown -= set(quantised)
-    if unknown:
-        faults.append(f"{len(unknown)} unknown: {some(stored[name].name for name in unknown)}")
-    if missing:
-        faults.append(f"{len(missing)} missing: {some(missing)}")
-    if misshapen:
-        faults.append(f"{len(misshapen)} with the wrong shape: {'; '.join(misshapen[:3])}")
-    if mistyped:
-        faults.append(f"{len(mistyped)} with the wrong dtype: {'; '.join(mistyped[:3])}")
+    faults += unfit([stored[name].name for name in unknown], missing, misshapen, mistyped)
     if faults:
         raise CheckpointError(f"{directory}: tensors do not fit config.json: {'; '.join(faults)}")
     return sources

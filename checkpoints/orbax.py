@@ -26,7 +26,16 @@ import tensorstore as ts
 from jax.typing import DTypeLike
 
 from checkpoints.hf import LoadReport
-from checkpoints.shards import DTYPE_NAMES, WEIGHT_DTYPES, CheckpointError, UnreadableError, read_json, some
+from checkpoints.shards import (
+    DTYPE_NAMES,
+    WEIGHT_DTYPES,
+    CheckpointError,
+    UnreadableError,
+    allowed_dtypes,
+    read_json,
+    some,
+    unfit,
+)
 from muse_jax.config import ModelConfig
 from muse_jax.draft_config import DraftConfig
 from muse_jax.layout import TensorSpec, insert
@@ -170,21 +179,10 @@ class OrbaxReader:
                     raise CheckpointError(
                         f"{self._directory}: {some([name])} has chunks of {list(chunk)[:8]}, larger than the array"
                     )
-            is_weight = spec.dtype is None or spec.dtype == np.float32
-            allowed = tuple(WEIGHT_DTYPES.values()) if is_weight else (spec.dtype,)
-            if store.dtype.numpy_dtype not in allowed:
-                expected = " or ".join(dtype.name for dtype in allowed)
-                mistyped.append(f"{some([name])} is {store.dtype.name}, expected {expected}")
-        faults = []
-        if unknown := names - set(map(array_name, self.specs)):
-            faults.append(f"{len(unknown)} unknown: {some(unknown)}")
-        if missing:
-            faults.append(f"{len(missing)} missing: {some(missing)}")
-        if misshapen:
-            faults.append(f"{len(misshapen)} with the wrong shape: {'; '.join(misshapen[:3])}")
-        if mistyped:
-            faults.append(f"{len(mistyped)} with the wrong dtype: {'; '.join(mistyped[:3])}")
-        if faults:
+            found, allowed = DTYPE_NAMES.get(store.dtype.numpy_dtype, store.dtype.name), allowed_dtypes(spec.dtype)
+            if found not in allowed:
+                mistyped.append(f"{some([name])} is {found}, expected {' or '.join(allowed)}")
+        if faults := unfit(names - set(map(array_name, self.specs)), missing, misshapen, mistyped):
             raise CheckpointError(f"{self._directory}: arrays do not fit the config: {'; '.join(faults)}")
 
     def _explained(self, spec: TensorSpec) -> contextlib.AbstractContextManager[None]:

@@ -15,7 +15,7 @@ from muse_jax import nvfp4
 from muse_jax.config import MLPKind, ModelConfig
 from muse_jax.layout import TensorSpec, tensors
 
-FIELDS = tuple(field.name for field in dataclasses.fields(nvfp4.NVFP4Weight))
+NVFP4_FIELDS = tuple(field.name for field in dataclasses.fields(nvfp4.NVFP4Weight))
 
 
 class QuantizingReader:
@@ -40,7 +40,7 @@ class QuantizingReader:
         self.config = dataclasses.replace(config, nvfp4_layers=tuple(sparse[1:-1]))
         self.specs = tensors(self.config)
         sources = {spec.path: spec for spec in reader.specs}
-        self._source = {spec.name: sources[spec.path[:-1]] for spec in self.specs if spec.path[-1] in FIELDS}
+        self._source = {spec.name: sources[spec.path[:-1]] for spec in self.specs if spec.path[-1] in NVFP4_FIELDS}
         self._last: dict[str, tuple[int, nvfp4.NVFP4Weight]] = {}
         self._scales: dict[str, dict[int, nvfp4.NVFP4Weight]] = {}
         self._errors: dict[str, dict[int, tuple[nvfp4.QuantizationError, float]]] = {}
@@ -61,7 +61,7 @@ class QuantizingReader:
         source, field = self._source[spec.name], spec.path[-1]
         experts = range(*(index[0] if index else slice(None)).indices(spec.param_shape[0]))
         out = np.stack([getattr(self._expert(source, expert, field), field)[tuple(index[1:])] for expert in experts])
-        if field == FIELDS[-1] and experts.stop == spec.param_shape[0]:
+        if field == NVFP4_FIELDS[-1] and experts.stop == spec.param_shape[0]:
             self._scales.pop(source.name, None)
         return out
 

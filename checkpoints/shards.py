@@ -17,7 +17,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -235,6 +235,20 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         offset, dtype = 8 + length + start, sys.intern(entry["dtype"])
         tensors[name] = StoredTensor(path, name, dtype, tuple(entry["shape"]), offset, end - start, stamp)
     return tensors
+
+
+def allowed_dtypes(dtype: np.dtype | None) -> tuple[str, ...]:
+    """Names of the dtypes that a parameter with this `TensorSpec.dtype` may have in a file."""
+    return tuple(WEIGHT_DTYPES) if dtype in (None, np.float32) else (DTYPE_NAMES[dtype],)
+
+
+def unfit(unknown: Collection[str], missing: Collection[str], misshapen: Sequence[str], mistyped: Sequence[str]) -> list[str]:
+    """What does not fit a config, a phrase for each kind of fault; the last two are phrases of their own already."""
+    faults = [f"{len(names)} {kind}: {some(names)}" for kind, names in (("unknown", unknown), ("missing", missing)) if names]
+    for kind, phrases in (("shape", misshapen), ("dtype", mistyped)):
+        if phrases:
+            faults.append(f"{len(phrases)} with the wrong {kind}: {'; '.join(phrases[:3])}")
+    return faults
 
 
 @dataclasses.dataclass(frozen=True)

@@ -87,9 +87,10 @@ def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
     with interrupts.held():
         from checkpoints import CheckpointError
         from checkpoints.convert import Options, check_destination, convert, is_published, plan, verify_published
+        from checkpoints.manifest import MANIFEST_FILE
 
     made = plan(args.source, args.target, Options(to=args.to, tp=args.tp, quantize=args.quantize))
-    if (args.verify or args.resume) and (made.target / "muse_manifest.json").exists():
+    if (args.verify or args.resume) and (made.target / MANIFEST_FILE).exists():
         if not is_published(made):
             raise CheckpointError(f"{made.target}: exists, and was made from another source or with other options")
         count = None

@@ -1,9 +1,13 @@
-"""What the tests of both kinds of checkpoint share."""
+"""What the tests of checkpoints share; makes this folder's other modules importable (tests/ has no packages)."""
 
 import contextlib
 import os
+import sys
+from pathlib import Path
 
 import pytest
+
+sys.path.append(str(Path(__file__).parent))
 
 
 @pytest.fixture

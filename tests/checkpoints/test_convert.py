@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import random_weights
 from safetensors import deserialize
 from safetensors.numpy import save_file
 
@@ -37,7 +38,7 @@ from checkpoints.journal import working_directory
 from checkpoints.manifest import read_manifest
 from muse_jax import nvfp4
 from muse_jax.config import TINY, MLPKind, default_layer_types, default_layer_uses_rope
-from muse_jax.layout import packed_tensors, text_tensors
+from muse_jax.layout import packed_tensors
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BF16, F32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
@@ -81,18 +82,7 @@ def config_json(config):
 
 
 def random_tensors(rng, config, dtype=BF16):
-    """By name; NVFP4 codes and scales are any bytes that are not NaN, and gates are fp32 that bf16 cannot hold."""
-    tensors = {}
-    for spec in text_tensors(config):
-        array = rng.standard_normal(spec.shape, np.float32)
-        if spec.path[-1] == "codes":
-            array = rng.integers(0, 256, spec.shape, np.uint8)
-        elif spec.path[-1] == "block_scales":
-            array = rng.integers(0, 0x7F, spec.shape, np.uint8).view(ml_dtypes.float8_e4m3fn)
-        elif spec.path[-1] in ("global_scale", "input_scale"):
-            array = np.abs(array)
-        tensors[spec.name] = array.astype(spec.dtype_in(dtype))
-    return tensors
+    return random_weights.random_tensors(rng, config, dtype)
 
 
 def write(directory, tensors, config=CONFIG):

@@ -16,10 +16,10 @@ import textwrap
 import time
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 import tokenizers
+from random_weights import random_tensors
 from safetensors.numpy import load_file, save_file
 
 from checkpoints import CheckpointError, load_params, read_config
@@ -407,18 +407,7 @@ def test_patterns_that_are_slow_to_match(inspect, source, count):
 
 @pytest.fixture(scope="module")
 def nvfp4_tensors(small_config):
-    rng = np.random.default_rng(7)
-    tensors = {}
-    for spec in text_tensors(dataclasses.replace(small_config, nvfp4_layers=(0,))):
-        array = rng.standard_normal(spec.shape, np.float32)
-        if spec.path[-1] == "codes":
-            array = rng.integers(0, 256, spec.shape, np.uint8)
-        elif spec.path[-1] == "block_scales":
-            array = rng.integers(0, 0x7F, spec.shape, np.uint8).view(ml_dtypes.float8_e4m3fn)
-        elif spec.path[-1] in ("global_scale", "input_scale"):
-            array = np.abs(array)
-        tensors[spec.name] = array.astype(spec.dtype_in(np.float32))
-    return tensors
+    return random_tensors(np.random.default_rng(7), dataclasses.replace(small_config, nvfp4_layers=(0,)), np.float32)
 
 
 SCALES = {

@@ -330,8 +330,8 @@ def test_names_every_kind_of_fault(tmp_path, config, params, way):
         "1 unknown: 'layers.1.surplus'",
         "1 missing: 'final_norm'",
         "'embedding' is [263, 64], expected [264, 64]",
-        "'layers.0.mlp.gate_up.codes' is int8, expected uint8",
-        "'lm_head' is float16, expected bfloat16 or float32",
+        "'layers.0.mlp.gate_up.codes' is I8, expected U8",
+        "'lm_head' is F16, expected BF16 or F32",
     ):
         assert part in message
 
@@ -411,7 +411,7 @@ def test_paths_in_the_metadata_are_names_and_never_opened(own, config, name):
         ({"shape": [2**62, 2**62]}, "'embedding'"),
         ({"shape": [-1, 64]}, "'embedding'"),
         ({"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [2**40, 64]}}}, "larger than the array"),
-        ({"data_type": "int4"}, "'embedding' is int4, expected bfloat16 or float32"),
+        ({"data_type": "int4"}, "'embedding' is int4, expected BF16 or F32"),
         ({"data_type": "object"}, "'embedding' cannot be read"),
         ({"codecs": [{"name": "bytes"}, {"name": "run_this"}]}, "run_this"),
         ({"storage_transformers": [{"name": "elsewhere"}]}, "'embedding' cannot be read"),

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from random_weights import random_tensors
 from safetensors.numpy import save_file
 
 from checkpoints import CheckpointError, HFReader, load_params, open_reader, read_config
@@ -72,18 +72,8 @@ def config_json(config):
     return {"model_type": "muse_spark_text", **fields, "eos_token_id": list(config.eos_token_ids)}
 
 
-def random_tensors(config, seed):
-    """By name; codes and scales are any bytes that are numbers."""
-    rng = np.random.default_rng(seed)
-    tensors = {}
-    for spec in text_tensors(config):
-        array = rng.standard_normal(spec.shape, np.float32)
-        if spec.path[-1] == "codes":
-            array = rng.integers(0, 256, spec.shape, np.uint8)
-        elif spec.path[-1] == "block_scales":
-            array = rng.integers(0, 0x7F, spec.shape, np.uint8).view(ml_dtypes.float8_e4m3fn)
-        tensors[spec.name] = np.asarray(array).astype(spec.dtype_in(config.dtype))
-    return tensors
+def random_tensors_of(config, seed):
+    return random_tensors(np.random.default_rng(seed), config, config.dtype)
 
 
 def per_expert(config, tensors):
@@ -140,7 +130,7 @@ def allow_fixtures(count):
 @given(configs(), st.booleans(), st.integers(1, 3), st.integers(0, 2**32))
 @allow_fixtures(100)
 def test_names_lead_to_the_same_bytes(directories, config, split, num_files, seed):
-    tensors = random_tensors(config, seed)
+    tensors = random_tensors_of(config, seed)
     stored = per_expert(config, tensors) if split else tensors
     directory = write(directories() / "x", config, stored, num_files)
     assert read_config(directory) == config
@@ -155,7 +145,7 @@ def test_names_lead_to_the_same_bytes(directories, config, split, num_files, see
 @given(configs(max_layers=2), st.booleans(), st.data())
 @allow_fixtures(60)
 def test_any_box_is_that_of_the_whole(directories, config, split, data):
-    tensors = random_tensors(config, 1)
+    tensors = random_tensors_of(config, 1)
     reader = HFReader(write(directories() / "x", config, per_expert(config, tensors) if split else tensors, 1), config)
     for spec in reader.specs:
         ends = [sorted(data.draw(st.tuples(*[st.integers(0, size)] * 2))) for size in spec.param_shape]
@@ -175,7 +165,7 @@ def valid_file():
         mlp_layer_types=(MLPKind.DENSE,),
     )
     with tempfile.TemporaryDirectory() as folder:
-        directory = write(Path(folder) / "x", config, random_tensors(config, 3), 1)
+        directory = write(Path(folder) / "x", config, random_tensors_of(config, 3), 1)
         return config, (directory / "model.safetensors").read_bytes()
 
 
@@ -316,7 +306,7 @@ def test_files_hold_every_tensor_once(nbytes, limit):
 @given(configs(max_layers=2), st.sampled_from([1, 2, 4, 8]), st.integers(0, 2**32))
 @allow_fixtures(60)
 def test_ranks_reassemble_to_the_source(directories, config, tp, seed):
-    folder, tensors = directories(), random_tensors(config, seed)
+    folder, tensors = directories(), random_tensors_of(config, seed)
     source = write(folder / "source", config, tensors, 1)
     target = convert(plan(source, folder / "packed", Options("packed", tp))).plan.target
     assert read_config(target) == config
