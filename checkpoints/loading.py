@@ -149,11 +149,27 @@ def load_params(
     return params, reader.report
 
 
-def sharded_put(shardings: Callable[[TensorSpec], jax.sharding.Sharding]) -> Put:
-    """A `put` for loading that reads for each device of this process its own slice and no more."""
+def sharded_put(
+    shardings: Callable[[TensorSpec], jax.sharding.NamedSharding], copies: Callable[[TensorSpec], int] = lambda spec: 1
+) -> Put:
+    """A `put` for loading that reads for each device of this process its own slice and no more.
+
+    Args:     copies: neighbouring devices that hold the same part of `TensorSpec.shard_axis`; the array has it as often.
+    """
 
     def put(spec: TensorSpec, shape: tuple[int, ...], dtype: np.dtype, read_slice: ReadSlice) -> jax.Array:
-        return jax.make_array_from_callback(shape, shardings(spec), read_slice, dtype=dtype)
+        times, axis, sharding = copies(spec), spec.shard_axis, shardings(spec)
+        if times == 1:
+            return jax.make_array_from_callback(shape, sharding, read_slice, dtype=dtype)
+        shape = tuple(size * (times if i == axis else 1) for i, size in enumerate(shape))
+
+        def read_part(index: tuple[slice, ...]) -> np.ndarray:
+            start, stop, _ = index[axis].indices(shape[axis])
+            rows = stop - start
+            start = start // (times * rows) * rows
+            return read_slice((*index[:axis], slice(start, start + rows), *index[axis + 1 :]))
+
+        return jax.make_array_from_callback(shape, sharding, read_part, dtype=dtype)
 
     return put
 

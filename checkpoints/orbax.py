@@ -38,7 +38,7 @@ from checkpoints.shards import (
 )
 from muse_jax.config import ModelConfig
 from muse_jax.draft_config import DraftConfig
-from muse_jax.layout import TensorSpec, insert
+from muse_jax.layout import NUM_RANKS, TensorSpec, insert
 from muse_jax.layout import tensors as tensor_specs
 
 _TREE_FILE = "_METADATA"
@@ -50,7 +50,6 @@ _MAX_MANIFEST_BYTES = 32 << 20
 
 _PIECE_BYTES = 64 << 20
 _CHUNK_BYTES = 32 << 20
-_RANKS = 8
 _CHECKSUM_BYTES = 4  # crc32c, after the bytes of each chunk
 _OCDBT_CACHE = "cache_pool#ocdbt"
 
@@ -426,10 +425,10 @@ def _chunk_shape(spec: TensorSpec, dtype: np.dtype) -> tuple[int, ...]:
     have in one run is then in chunks that are read once.
     """
     chunk = list(spec.param_shape)
-    split = spec.shard_axis if spec.is_split(_RANKS) else None
+    split = spec.shard_axis
     if split is not None:
-        chunk[split] //= _RANKS
-    limit = min(_CHUNK_BYTES, _PIECE_BYTES // _RANKS) if split is not None and split > 0 else _CHUNK_BYTES
+        chunk[split] //= spec.num_parts
+    limit = min(_CHUNK_BYTES, _PIECE_BYTES // NUM_RANKS) if split is not None and split > 0 else _CHUNK_BYTES
     for axis, size in enumerate(chunk):
         most = max(1, limit // (math.prod(chunk) // size * dtype.itemsize))
         if most >= size:

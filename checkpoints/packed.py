@@ -76,7 +76,7 @@ class PackedReader:
         box = [s.indices(size)[:2] for s, size in zip(index, spec.param_shape, strict=False)]
         box += [(0, size) for size in spec.param_shape[len(box) :]]
         out = np.empty([stop - start for start, stop in box], packed.dtype)
-        for rank in range(self.tp if spec.is_split(self.tp) else 1):
+        for rank in spec.holders(self.tp):
             part = spec.rank_part(self.tp, rank)
             cut = [(max(start, p.start), min(stop, p.stop)) for (start, stop), p in zip(box, part, strict=True)]
             if all(start < stop for start, stop in cut):
@@ -176,7 +176,7 @@ class PackedSink:
     def pieces(self, spec: TensorSpec) -> Iterator[tuple[slice, ...]]:
         packed = self._table[spec.name]
         # Rows of a matrix are cut where a rank's part begins and where a tile does.
-        is_row_axis = spec.shard_axis == len(spec.param_shape) - 2 and spec.is_split(self._tp)
+        is_row_axis = spec.shard_axis == len(spec.param_shape) - 2
         period = packed.shape[-2] if is_row_axis else None
         yield from row_boxes(spec.param_shape, packed.dtype.itemsize, rows=TILE_ROWS, period=period)
 
@@ -190,7 +190,7 @@ class PackedSink:
             cut = [(max(i.start, p.start), min(i.stop, p.stop)) for i, p in zip(index, part, strict=True)]
             if any(start >= stop for start, stop in cut):
                 continue
-            if data is None or spec.is_split(self._tp):
+            if data is None or rank in spec.holders(self._tp):  # others have the same as the one before
                 values = array[tuple(slice(a - i.start, b - i.start) for (a, b), i in zip(cut, index, strict=True))]
                 data = _part_bytes(values, packed)
             first = [a - p.start for (a, _), p in zip(cut, part, strict=True)]

@@ -8,35 +8,41 @@
     commit:  write the accepted rows to the target's cache, and what their taps give to the draft's
 
 A step is one dispatch: no host transfer, fixed shapes, the caches donated and updated in place. Without a draft the tree is
-its root, and a step emits one token.
+its root, and a step emits one token. With a mesh each function runs under `jax.shard_map`: every device has its part of
+parameters and caches and all of everything else.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from muse_jax import tree
+from muse_jax import sharding, tree
 from muse_jax.config import ModelConfig
 from muse_jax.draft import DFlash2
+from muse_jax.draft_config import DraftConfig
 from muse_jax.kv_cache import DecodeContext, FullContext, KVCache, PrefillContext
+from muse_jax.layout import parameter_tree
 from muse_jax.model import MuseSpark
 from muse_jax.sampling import SamplingParams, choose
 from muse_jax.speculation import Speculation, propose, target_choice
 from muse_jax.tree import Tree
 
+EVERYWHERE = PartitionSpec()
 NO_TOKEN = -1  # fills `StepOutput.tokens` beyond `count`
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["params", "draft_params"],
-    meta_fields=["graph", "draft_graph", "speculation", "num_rows", "valid_vocab"],
+    meta_fields=["graph", "draft_graph", "speculation", "num_rows", "valid_vocab", "mesh"],
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Model:
@@ -46,6 +52,7 @@ class Model:
     graph, draft_graph: their structures; `module` and `draft` join the two while tracing.
     num_rows: nodes that a step verifies, the root included, and the most tokens that it can emit; 1 without speculation.
     valid_vocab: ids below it may be chosen; the others pad the vocabulary or are unknown to the tokenizer.
+    mesh: the devices that share the work, None for one device alone; the modules' `sharding` is for as many.
     """
 
     params: dict
@@ -55,6 +62,7 @@ class Model:
     speculation: Speculation
     num_rows: int
     valid_vocab: int
+    mesh: Mesh | None
 
     @classmethod
     def create(
@@ -67,13 +75,18 @@ class Model:
         speculation: str = Speculation.TREE,
         tree_size: int = 16,
         valid_vocab: int | None = None,
+        mesh: Mesh | None = None,
     ) -> Model:
         """Takes the modules apart.
 
         Args:     params, draft_params: trees to use instead of the modules' own (which may be abstract).
                   speculation: without a draft there is none, whatever this says.
                   tree_size: most nodes that a step verifies; a chain has at most the draft's block_size.
+        Raises:   ValueError if the modules were made for another number of devices than the mesh has.
         """
+        devices = None if mesh is None else mesh.size
+        if any(part is not None and part.sharding.num_devices != devices for part in (module, draft)):
+            raise ValueError(f"the modules' sharding is not for the mesh's {devices} devices")
         graph, own = nnx.split(module)
         draft_graph = None
         num_rows, speculation = (1, Speculation.OFF) if draft is None else (tree_size, Speculation(speculation))
@@ -92,6 +105,7 @@ class Model:
             speculation=speculation,
             num_rows=num_rows,
             valid_vocab=module.config.vocab_size if valid_vocab is None else valid_vocab,
+            mesh=mesh,
         )
 
     @property
@@ -105,6 +119,36 @@ class Model:
     @functools.cached_property
     def config(self) -> ModelConfig:
         return self.module.config
+
+    @functools.cached_property
+    def draft_config(self) -> DraftConfig | None:
+        return None if self.draft_params is None else self.draft.config
+
+    @functools.cached_property
+    def specs(self) -> Model:
+        """Where each parameter lives on the mesh."""
+        how = self.module.sharding
+
+        def tree(config: ModelConfig | DraftConfig | None) -> dict | None:
+            return None if config is None else parameter_tree(config, lambda spec: sharding.param_spec(spec, how))
+
+        return dataclasses.replace(self, params=tree(self.config), draft_params=tree(self.draft_config))
+
+    @property
+    def cache_specs(self) -> tuple[KVCache, KVCache | None]:
+        """Where the caches of target and draft live on the mesh."""
+
+        def of(config: ModelConfig | DraftConfig | None) -> KVCache | None:
+            if config is None:
+                return None
+            return KVCache([(sharding.cache_spec(config),) * 2] * config.num_hidden_layers, EVERYWHERE)
+
+        return of(self.config), of(self.draft_config)
+
+    @property
+    def logit_spec(self) -> PartitionSpec:
+        """Where logits [B, T, V] live on the mesh."""
+        return PartitionSpec(None, None, sharding.AXIS if self.module.vocab_ranks.devices > 1 else None)
 
 
 @dataclasses.dataclass
@@ -148,21 +192,39 @@ class StepOutput:
     done: jax.Array
 
 
+def _on_mesh(model: Model, function: Callable, in_specs: tuple, out_specs: Any, *args: Any) -> Any:
+    """function(model, *args), on every device of the model's mesh."""
+    if model.mesh is None:
+        return function(model, *args)
+    # Nothing here is differentiated, so replication need not be tracked.
+    specs = {"in_specs": (model.specs, *in_specs), "out_specs": out_specs, "check_vma": False}
+    return jax.shard_map(function, mesh=model.mesh, **specs)(model, *args)
+
+
 def full_logits(model: Model, tokens: jax.Array) -> jax.Array:
     """Logits of whole right-padded sequences, without a cache. tokens: [B, T]. Returns [B, T, V] fp32."""
-    module = model.module
-    stream, _, _ = module(tokens, FullContext.create(tokens.shape[1]))
-    return module.logits(stream)
+
+    def run(model: Model, tokens: jax.Array) -> jax.Array:
+        module = model.module
+        stream, _, _ = module(tokens, FullContext.create(tokens.shape[1]))
+        return module.logits(stream)
+
+    return _on_mesh(model, run, (EVERYWHERE,), model.logit_spec, tokens)
 
 
 def empty_caches(model: Model, batch: int, slots: int) -> tuple[KVCache, KVCache | None]:
     """Caches of target and draft for sequences of up to `slots` positions."""
-    module = model.module
-    cache = KVCache.empty(module.config, batch, slots, model.num_rows, module.dtype)
-    if model.draft_params is None:
-        return cache, None
-    draft = model.draft
-    return cache, KVCache.empty(draft.config, batch, slots, model.num_rows, draft.dtype)
+    devices = None if model.mesh is None else model.mesh.size
+
+    def empty(config: ModelConfig | DraftConfig, dtype: jnp.dtype) -> KVCache:
+        return KVCache.empty(config, batch, slots, model.num_rows, dtype, sharding.cache_heads(config, devices))
+
+    cache = empty(model.config, model.module.dtype)
+    draft_cache = None if model.draft_params is None else empty(model.draft_config, model.draft.dtype)
+    if model.mesh is None:
+        return cache, draft_cache
+    where = jax.tree.map(lambda spec: NamedSharding(model.mesh, spec), model.cache_specs)
+    return jax.lax.with_sharding_constraint((cache, draft_cache), where)
 
 
 def prefill_chunk(
@@ -179,6 +241,12 @@ def prefill_chunk(
               tokens: [B, T].  start: int32 scalar, position of the chunk.  lengths: [B], of the whole prompts.
     Returns:  the new caches and `last`.
     """
+    specs = model.cache_specs
+    in_specs, out_specs = (specs, *(EVERYWHERE,) * 4), (specs, EVERYWHERE)
+    return _on_mesh(model, _prefill_chunk, in_specs, out_specs, caches, last, tokens, start, lengths)
+
+
+def _prefill_chunk(model: Model, caches: tuple, last: jax.Array, tokens: jax.Array, start: jax.Array, lengths: jax.Array):
     num_tokens = tokens.shape[1]
     cache, draft_cache = caches
     context = PrefillContext.create(start, lengths, num_tokens)
@@ -205,7 +273,12 @@ def first_token(
 
     Args:     last: [B, D], the stream of the prompts' last tokens.  max_new_tokens: [B].  stop_ids: [B, S].
     """
-    logits = model.module.logits(last[:, None, :])[:, 0]
+
+    def run(model: Model, last: jax.Array, lengths: jax.Array, sampling: SamplingParams) -> jax.Array:
+        logits = [part[:, 0] for part in model.module.logit_parts(last[:, None, :])]
+        return choose(logits, lengths, sampling, model.valid_vocab, model.module.vocab_ranks)
+
+    token = _on_mesh(model, run, (EVERYWHERE,) * 3, EVERYWHERE, last, lengths, sampling)
     cache, draft_cache = caches
     state = DecodeState(
         cache=cache,
@@ -218,7 +291,6 @@ def first_token(
         sampling=sampling,
         num_rows=model.num_rows,
     )
-    token = choose(logits, lengths, sampling, model.valid_vocab)
     return _emit(model, state, token[:, None], jnp.ones_like(lengths))
 
 
@@ -231,8 +303,9 @@ def decode(model: Model, state: DecodeState) -> tuple[DecodeState, StepOutput]:
     return decode_and_trace(model, state)[:2]
 
 
-def decode_and_trace(model: Model, state: DecodeState) -> tuple[DecodeState, StepOutput, tuple[Tree, jax.Array]]:
-    """`decode`, which also returns the tree that was verified and the path [B, N] of accepted nodes (the first `accepted`)."""
+def decode_and_trace(model: Model, state: DecodeState) -> tuple[DecodeState, StepOutput, tuple[Tree, jax.Array, jax.Array]]:
+    """`decode`, which also returns the tree that was verified, the path [B, N] of accepted nodes (the first `accepted`), and
+    the target's logits [B, N, V] at the nodes."""
     if state.length.ndim != 1:
         raise ValueError("decode takes a batch as it is, without jax.vmap: give several prompts to prefill")
     if state.num_rows < model.num_rows or (model.draft_params is not None and state.draft_cache is None):
@@ -240,16 +313,30 @@ def decode_and_trace(model: Model, state: DecodeState) -> tuple[DecodeState, Ste
             f"this DecodeState has room for steps of {state.num_rows} rows, {'with' if state.draft_cache else 'without'} a "
             f"draft; the model ({model.speculation}) has steps of {model.num_rows}: prefill with it"
         )
-    model = _refuse_derivatives(model)
-    nodes, ids, proposal = propose_nodes(model, state)
+    specs = _state_specs(model, state)
+    out_specs = (specs, EVERYWHERE, (EVERYWHERE, EVERYWHERE, model.logit_spec))
+    return _on_mesh(_refuse_derivatives(model), _step, (specs,), out_specs, state)
+
+
+def _state_specs(model: Model, state: DecodeState) -> DecodeState:
+    everywhere = {field.name: EVERYWHERE for field in dataclasses.fields(DecodeState)[:-1]}
+    cache, draft_cache = model.cache_specs
+    caches = {"cache": cache, "draft_cache": draft_cache if state.draft_cache is not None else None}
+    return DecodeState(**(everywhere | caches), num_rows=state.num_rows)
+
+
+def _step(model: Model, state: DecodeState) -> tuple[DecodeState, StepOutput, tuple[Tree, jax.Array, jax.Array]]:
+    nodes, ids, proposal = _propose(model, state)
     logits, rows, taps = _verify(model, state, nodes)
-    choice = target_choice(logits, nodes, state.length, state.sampling, model.valid_vocab, ids, proposal)
+    ranks = model.module.vocab_ranks
+    with jax.named_scope("sampling"):
+        choice = target_choice(logits, nodes, state.length, state.sampling, model.valid_vocab, ids, proposal, ranks)
     accepted, path = tree.accept(nodes, choice)
     emitted = jnp.take_along_axis(choice, path, axis=1)
     new, out = _emit(model, state, emitted, accepted)
     cache, draft_cache = _commit(model, state, rows, taps, path, emitted)
     new = dataclasses.replace(new, cache=cache, draft_cache=draft_cache, length=state.length + out.count)
-    return new, out, (nodes, path)
+    return new, out, (nodes, path, ranks.join(logits, -1))
 
 
 @jax.custom_jvp
@@ -264,6 +351,10 @@ def _(primals: tuple, tangents: tuple) -> NoReturn:
 
 def propose_nodes(model: Model, state: DecodeState) -> tuple[Tree, jax.Array | None, jax.Array | None]:
     """The nodes to verify; candidates [B, P, K]; for a sampled chain the distributions that its tokens come from."""
+    return _on_mesh(model, _propose, (_state_specs(model, state),), EVERYWHERE, state)
+
+
+def _propose(model: Model, state: DecodeState) -> tuple[Tree, jax.Array | None, jax.Array | None]:
     if model.draft_params is None:
         no_tokens = jnp.zeros((state.token.shape[0], 0), jnp.int32)
         return tree.chain(state.token, no_tokens, no_tokens.astype(jnp.float32)), None, None
@@ -277,13 +368,13 @@ def propose_nodes(model: Model, state: DecodeState) -> tuple[Tree, jax.Array | N
     return nodes, ids, proposal
 
 
-def _verify(model: Model, state: DecodeState, nodes: Tree) -> tuple[jax.Array, list, jax.Array | None]:
-    """Logits [B, N, V] at the nodes, keys and values of their rows, and their taps."""
+def _verify(model: Model, state: DecodeState, nodes: Tree) -> tuple[list[jax.Array], list, jax.Array | None]:
+    """Logits [B, N, V] at the nodes, in parts of the vocabulary, keys and values of their rows, and their taps."""
     module = model.module
     context = DecodeContext.create(state.cache, state.length, nodes.depth, (nodes.ancestors,) * 2, module.config)
     taps = () if model.draft_params is None else model.draft.config.target_layer_ids
     stream, rows, taps = module(nodes.token, context, state.cache, taps=taps)
-    return module.logits(stream), rows, taps
+    return module.logit_parts(stream), rows, taps
 
 
 def _commit(

@@ -13,15 +13,16 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from muse_jax import ops
 from muse_jax.config import AttentionKind
 from muse_jax.draft_config import DraftConfig
 from muse_jax.kv_cache import KV, DecodeContext, KVCache, heads_first
 from muse_jax.layout import draft_tensors
-from muse_jax.model import Parameters
-from muse_jax.numerics import SERVING, fp32, round_to
+from muse_jax.model import Parameters, join_caches, kv_parts_of, split_cache, swiglu_mlp
+from muse_jax.numerics import SERVING, fp32, product, round_to
+from muse_jax.sampling import mask_padding, top_candidates
+from muse_jax.sharding import ONE_DEVICE, ShardingConfig
 
 
 class DynamicConv(nnx.Module):
@@ -31,14 +32,16 @@ class DynamicConv(nnx.Module):
     """
 
     def __init__(self, config: DraftConfig, param: Parameters):
-        self.config = config
+        self.config, self.ranks = config, param.ranks("kernel_projection")
         self.base_kernel = param("base_kernel")
         self.kernel_projection = param("kernel_projection")
 
     def coefficients(self, x: jax.Array) -> jax.Array:
         """x: [B, T, D], the sublayer's normed input. Returns [B, T, 2 sides, taps, groups] fp32."""
         config = self.config
-        rows = ops.linear(x, self.kernel_projection[...])
+        ranks = self.ranks
+        with jax.named_scope("draft.conv"):
+            rows = ranks.gather(ranks.run(ops.linear, x, ranks.split(self.kernel_projection[...], 0)), -1)
         return rows.reshape(*x.shape[:2], 2, config.conv_kernel_size, config.conv_groups)
 
     def __call__(self, z: jax.Array, coefficients: jax.Array, side: int) -> jax.Array:
@@ -53,7 +56,7 @@ class DynamicConv(nnx.Module):
         out = jnp.zeros_like(z)
         for tap in range(config.conv_kernel_size):
             shifted = jnp.pad(z[:, :, : size - tap], ((0, 0), (0, 0), (tap, 0), (0, 0), (0, 0)))
-            out = out + (base[tap] + delta[:, :, :, tap]) * shifted
+            out = out + product(base[tap] + delta[:, :, :, tap], shifted)
         return out.reshape(batch, rows, -1)
 
 
@@ -63,6 +66,7 @@ class DraftLayer(nnx.Module):
     def __init__(self, layer_idx: int, config: DraftConfig, dtype: jnp.dtype, param: Parameters):
         self.config, self.dtype = config, dtype
         self.window = config.window(layer_idx)
+        self.ranks, self.mlp_ranks = param.ranks("o_proj"), param.ranks("down_proj")
         self.input_norm, self.pre_ffn_norm = param("input_norm"), param("pre_ffn_norm")
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = map(param, ("q_proj", "k_proj", "v_proj", "o_proj"))
         if config.attention_bias:
@@ -74,33 +78,50 @@ class DraftLayer(nnx.Module):
 
     def __call__(self, stream: jax.Array, rope: tuple, cache: KV, context: DecodeContext) -> jax.Array:
         """stream: [B, T, D] fp32, the rows of the block.  cache: context keys and values.  Returns the new stream."""
-        dtype = self.dtype
         x, coefficients = self._conv_in(stream, self.input_norm, self.attention_conv)
-        q = self._normed_heads(self._project(x, "q"), self.q_norm, rope)
-        k, v = self.keys_values(x, rope)
-        out, _ = context.attend(q, k, v, cache, self.window, self.config.head_dim**-0.5, SERVING)
-        out = self._project(round_to(out, dtype).reshape(*stream.shape[:2], -1), "o")
+        ranks, kv_parts = self.ranks, kv_parts_of(self.config, self.ranks)
+        weights, caches = (self._of_ranks(name, kv_parts) for name in "qkvo"), split_cache(cache, ranks, kv_parts)
+        with jax.named_scope("draft.o_proj"):
+            out = ranks.sum(ranks.run(self._attention_of_rank, x, rope, context, *weights, caches))
+        if self.config.attention_bias:
+            out = out + fp32(self.o_bias[...])[None, None, :]
         stream = stream + self.attention_conv(out, coefficients, side=1)
 
         x, coefficients = self._conv_in(stream, self.pre_ffn_norm, self.mlp_conv)
-        gate, up = ops.linear(x, self.gate_proj[...]), ops.linear(x, self.up_proj[...])
-        out = ops.linear(ops.swiglu(gate, up, SERVING, dtype), self.down_proj[...])
+        with jax.named_scope("draft.down_proj"):
+            out = swiglu_mlp(x, self.gate_proj, self.up_proj, self.down_proj, self.mlp_ranks, SERVING, self.dtype)
         return stream + self.mlp_conv(out, coefficients, side=1)
 
     def keys_values(self, x: jax.Array, rope: tuple) -> KV:
-        """Of rows of the block or of the context, [B, T, D]: two of [B, T, K, H]. Context is not convolved."""
-        k = self._normed_heads(self._project(x, "k"), self.k_norm, rope)
-        return k, round_to(self._heads(self._project(x, "v")), self.dtype)
+        """Of rows of the context, [B, T, D], in the order of the caches: two of [B, K, T, H]. Context is not convolved."""
+        ranks, kv_parts = self.ranks, kv_parts_of(self.config, self.ranks)
+        results = ranks.run(self._keys_values_of_rank, x, rope, *(self._of_ranks(name, kv_parts) for name in "kv"))
+        return join_caches([tuple(map(heads_first, pair)) for pair in results], ranks, kv_parts)
+
+    def _attention_of_rank(self, x: jax.Array, rope: tuple, context: DecodeContext, q, k, v, o, cache: KV) -> jax.Array:
+        """A rank's heads, and what they add to the output: [B, T, D] fp32."""
+        queries = self._normed_heads(_project(x, q), self.q_norm, rope)
+        keys, values = self._keys_values_of_rank(x, rope, k, v)
+        scale = self.config.head_dim**-0.5
+        out, _ = context.attend(queries, keys, values, cache, self.window, scale, SERVING)
+        return ops.linear(round_to(out, self.dtype).reshape(*x.shape[:2], -1), o[0])
+
+    def _keys_values_of_rank(self, x: jax.Array, rope: tuple, k, v) -> KV:
+        """Two of [B, T, K, H]."""
+        return self._normed_heads(_project(x, k), self.k_norm, rope), round_to(self._heads(_project(x, v)), self.dtype)
+
+    def _of_ranks(self, name: str, kv_parts: int) -> list[tuple[jax.Array, ...]]:
+        """Each rank's part of a projection, and of its bias if the checkpoint has one; o_proj is cut by columns."""
+        axis, parts = int(name == "o"), kv_parts if name in "kv" else None
+        weights = self.ranks.split(getattr(self, f"{name}_proj")[...], axis, parts)
+        if not self.config.attention_bias or name == "o":
+            return [(weight,) for weight in weights]
+        return list(zip(weights, self.ranks.split(getattr(self, f"{name}_bias")[...], 0, parts), strict=True))
 
     def _conv_in(self, stream: jax.Array, norm: nnx.Param, conv: DynamicConv) -> tuple[jax.Array, jax.Array]:
         x = plain_norm(stream, norm, self.config.rms_norm_eps, self.dtype)
         coefficients = conv.coefficients(x)
         return round_to(conv(x, coefficients, side=0), self.dtype), coefficients
-
-    def _project(self, x: jax.Array, name: str) -> jax.Array:
-        """fp32, with bias where the checkpoint has one."""
-        out = ops.linear(x, getattr(self, f"{name}_proj")[...])
-        return out + fp32(getattr(self, f"{name}_bias")[...])[None, None, :] if self.config.attention_bias else out
 
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:2], -1, self.config.head_dim)
@@ -111,19 +132,28 @@ class DraftLayer(nnx.Module):
         return ops.apply_rope(x, rope, SERVING, self.dtype)
 
 
+def _project(x: jax.Array, projection: tuple[jax.Array, ...]) -> jax.Array:
+    """[B, T, in] -> [B, T, out] fp32. projection: weight [out, in], and perhaps bias [out]."""
+    out = ops.linear(x, projection[0])
+    return out + fp32(projection[1])[None, None, :] if len(projection) > 1 else out
+
+
 class DFlash2(nnx.Module):
     """The draft model.
 
     Args:
       config: facts of the checkpoint.
       dtype: bfloat16 or float32, of parameters and GEMM inputs.
+      sharding: as in `MuseSpark`.
 
     It is made without arrays: parameters come from a checkpoint, or from whoever trains one.
     """
 
-    def __init__(self, config: DraftConfig, *, dtype: jnp.dtype = jnp.bfloat16):
-        self.config, self.dtype = config, dtype
-        param = Parameters({spec.path: spec for spec in draft_tensors(config)}, dtype, rngs=None)
+    def __init__(self, config: DraftConfig, *, dtype: jnp.dtype = jnp.bfloat16, sharding: ShardingConfig = ONE_DEVICE):
+        self.config, self.dtype, self.sharding = config, dtype, sharding
+        param = Parameters({spec.path: spec for spec in draft_tensors(config)}, dtype, rngs=None, sharding=sharding)
+        self.fc_ranks, self.selector_ranks = param.ranks("fc"), param.ranks("selector_projection")
+        self.vocab_ranks = param.ranks("predecessor_codebook")
         self.fc, self.hidden_norm = param("fc"), param("hidden_norm")
         self.layers = nnx.List(DraftLayer(i, config, dtype, param.at("layers", i)) for i in range(config.num_hidden_layers))
         self.final_norm = param("final_norm")
@@ -139,11 +169,13 @@ class DFlash2(nnx.Module):
                   positions: [B or 1, T] int32, of the tokens.
         Returns:  a pair per layer in the order of the caches, [B, K, T, H]; keys are normed and rotated.
         """
-        x = plain_norm(
-            ops.linear(round_to(fp32(taps), self.dtype), self.fc[...]), self.hidden_norm, self.config.rms_norm_eps, self.dtype
-        )
+        ranks = self.fc_ranks
+        taps = ranks.select(round_to(fp32(taps), self.dtype), -1)
+        with jax.named_scope("draft.fc"):
+            x = ranks.sum(ranks.run(ops.linear, taps, ranks.split(self.fc[...], 1)))
+        x = plain_norm(x, self.hidden_norm, self.config.rms_norm_eps, self.dtype)
         rope = self._rope(positions)
-        return [tuple(map(heads_first, layer.keys_values(x, rope))) for layer in self.layers]
+        return [layer.keys_values(x, rope) for layer in self.layers]
 
     def block_context(self, cache: KVCache, start: jax.Array) -> DecodeContext:
         """What the rows of a block see. cache: of the draft.  start: [B] int32, committed positions, so the anchors'."""
@@ -156,13 +188,17 @@ class DFlash2(nnx.Module):
     def embed(self, anchor: jax.Array, embedding: jax.Array) -> jax.Array:
         """The block before the first layer.
 
-        Args:     anchor: [B] int32, the last emitted tokens.  embedding: [V, D], the target's table, taken raw.
+        Args:     anchor: [B] int32, the last emitted tokens.  embedding: [V, D], the target's table (of a mesh, what this
+                  device has), taken raw.
         Returns:  [B, block_size, D] fp32.
         """
         config = self.config
-        mask = self.mask_embedding[...] if config.has_mask_embedding else embedding[config.mask_token_id]
+        ids = jnp.concatenate([anchor, jnp.int32([config.mask_token_id])])
+        with jax.named_scope("draft.embed"):
+            rows = self.vocab_ranks.lookup(embedding, ids)
+        mask = self.mask_embedding[...] if config.has_mask_embedding else rows[-1]
         masks = jnp.broadcast_to(mask[None, None, :], (anchor.shape[0], config.num_predictions, config.hidden_size))
-        block = fp32(jnp.concatenate([embedding[anchor][:, None, :].astype(masks.dtype), masks], axis=1))
+        block = fp32(jnp.concatenate([rows[:-1, None, :].astype(masks.dtype), masks], axis=1))
         return fp32(round_to(block * config.input_embedding_scale, self.dtype))
 
     def __call__(self, block: jax.Array, context: DecodeContext, caches: list[KV]) -> jax.Array:
@@ -185,16 +221,16 @@ class DFlash2(nnx.Module):
     def candidates(self, hidden: jax.Array, lm_head: jax.Array, valid_vocab: int) -> tuple[jax.Array, jax.Array]:
         """The likeliest tokens of every position on their own.
 
-        Args:     hidden: [B, P, D].  lm_head: [V, D].  valid_vocab: static; ids from here on are never candidates.
+        Args:     hidden: [B, P, D].  lm_head: [V, D], of a mesh what this device has.  valid_vocab: static; ids from here on
+                  are never candidates.
         Returns:  ids [B, P, top_k] int32, best first, ties to the lowest id; their logits, fp32.
         """
-        raw = ops.linear(hidden, lm_head)
-        if valid_vocab < raw.shape[-1]:
-            raw = jnp.where(lax.broadcasted_iota(jnp.int32, raw.shape, 2) < valid_vocab, raw, -jnp.inf)
-        # Multiplier and cap keep the order. The barriers keep slices of the results from reaching the top-k: XLA would see a
-        # sort of the whole vocabulary in it (15 x 3,072 logits on two CPU cores: 6.6 ms against 0.1 ms, jax 0.10.2). One
-        # barrier for both would make its partitioner fail.
-        best, ids = map(lax.optimization_barrier, lax.top_k(raw, self.config.selector_top_k))
+        ranks = self.vocab_ranks
+        raw = ranks.run(ops.linear, hidden, ranks.split(lm_head, 0))
+        raw = mask_padding(raw, valid_vocab, ranks)
+        # Multiplier and cap keep the order.
+        with jax.named_scope("draft.candidates"):
+            best, ids = top_candidates(raw, self.config.selector_top_k, ranks)
         return ids, self._transform(best)
 
     def lattice(self, hidden: jax.Array, anchor: jax.Array, ids: jax.Array, unary: jax.Array) -> jax.Array:
@@ -203,11 +239,14 @@ class DFlash2(nnx.Module):
         Args:     hidden: [B, P, D].  anchor: [B].  ids, unary: [B, P, top_k], from `candidates`.
         Returns:  [B, P, top_k before, top_k] fp32; before position 0 there is only the anchor, so its rows are equal.
         """
-        projected = ops.linear(hidden, self.selector_projection[...])
+        ranks = self.selector_ranks
+        with jax.named_scope("draft.selector"):
+            projected = ranks.gather(ranks.run(ops.linear, hidden, ranks.split(self.selector_projection[...], 0)), -1)
         first = jnp.broadcast_to(anchor[:, None, None], (ids.shape[0], 1, ids.shape[2]))
         before = jnp.concatenate([first, ids[:, :-1]], axis=1)
-        left = fp32(self.predecessor_codebook[...][before]) * projected[:, :, None, :]
-        right = fp32(self.successor_codebook[...][ids])
+        with jax.named_scope("draft.codebooks"):
+            left = fp32(self.vocab_ranks.lookup(self.predecessor_codebook[...], before)) * projected[:, :, None, :]
+            right = fp32(self.vocab_ranks.lookup(self.successor_codebook[...], ids))
         return unary[:, :, None, :] + jnp.einsum("bpir,bpjr->bpij", left, right, precision="highest")
 
     def _rope(self, positions: jax.Array) -> tuple:

@@ -43,14 +43,17 @@ class KVCache:
     ring_positions: jax.Array
 
     @classmethod
-    def empty(cls, config: Config, batch: int, slots: int, tree_size: int, dtype: jnp.dtype) -> KVCache:
-        """slots: positions a global layer can hold. Padding of a prompt's last chunk and rows of an unfinished step need room
-        too: a write past the end would be moved back over older rows."""
+    def empty(
+        cls, config: Config, batch: int, slots: int, tree_size: int, dtype: jnp.dtype, kv_heads: int | None = None
+    ) -> KVCache:
+        """kv_heads: of the arrays, where it is not the config's (`sharding.cache_heads`).  slots: positions a global layer can
+        hold. Padding of a prompt's last chunk and rows of an unfinished step need room too: a write past the end would be
+        moved back over older rows."""
         ring = ring_capacity(config, slots, tree_size)
 
         def pair(layer_idx: int) -> KV:
             size = slots if config.window(layer_idx) is None else ring
-            shape = (batch, config.num_key_value_heads, size, config.head_dim)
+            shape = (batch, kv_heads or config.num_key_value_heads, size, config.head_dim)
             return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
 
         layers = [pair(i) for i in range(config.num_hidden_layers)]
@@ -74,13 +77,12 @@ class KVCache:
         `start` must be computed from something that needed the old cache: XLA for CPU writes in place only where the data
         say that the last read is over, and copies the whole cache otherwise, an optimization barrier or not.
         """
+        num_rows, ring = rows[0][0].shape[2], self.ring_positions.shape[1]
+        linear_runs, ring_runs = Runs.linear(start, num_rows, path), Runs.ring(start, num_rows, ring, path)
         layers = []
         for i, (pair, new) in enumerate(zip(self.layers, rows, strict=True)):
-            if path is not None:
-                new = tuple(jnp.take_along_axis(x, path[:, None, :, None], axis=2) for x in new)
-            ring = None if config.window(i) is None else pair[0].shape[2]
-            layers.append(tuple(write_rows(c, x, start, ring) for c, x in zip(pair, new, strict=True)))
-        num_rows, ring = rows[0][0].shape[2], self.ring_positions.shape[1]
+            runs = linear_runs if config.window(i) is None else ring_runs
+            layers.append(tuple(runs.write(cache, x) for cache, x in zip(pair, new, strict=True)))
         row = (_arange(ring)[None, :] - start[:, None]) % ring
         return KVCache(layers, jnp.where(row < num_rows, start[:, None] + row, self.ring_positions))
 
@@ -221,37 +223,64 @@ class DecodeContext:
         return out, (k, v)
 
 
-def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array, ring: int | None) -> jax.Array:
-    """Writes rows to slots start, start + 1, ... of each sequence (modulo `ring`, if given).
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """Where the rows of a step go in a cache, as runs of consecutive slots: one, or two where a ring may end between them.
 
-    Args:     cache: [B, K, slots, H].  rows: [B, K, T, H], T <= slots.  start: [B] int32.
-    Rows go in by dynamic_update_slice, which XLA does in place; a scatter would not be.
+    Computed once for all layers. Rows go in by dynamic_update_slice, which XLA does in place; a scatter would not be.
     """
-    batch, _, num_rows, _ = rows.shape
-    for b in range(batch):
-        rows_b, start_b = rows[b : b + 1], start[b]
-        if ring is None or num_rows == 1:
-            slot = start_b if ring is None else start_b % ring
-            cache = lax.dynamic_update_slice(cache, rows_b, _index(b, slot))
-            continue
+
+    begin: list[jax.Array]  # [B] int32, the first slot of each run
+    row: list[jax.Array] | None  # [B, T] int32, the row for each slot of a run; None: the rows in their order
+    inside: list[jax.Array] | None  # [B, T] bool, whether that slot is written; None: all are
+
+    @classmethod
+    def linear(cls, start: jax.Array, num_rows: int, path: jax.Array | None) -> Runs:
+        """Slots start, start + 1, ... of each sequence."""
+        return cls([start], None if path is None else [path], None)
+
+    @classmethod
+    def ring(cls, start: jax.Array, num_rows: int, ring: int, path: jax.Array | None) -> Runs:
+        """The same modulo `ring`."""
+        slot = lax.rem(start, jnp.int32(ring))
+        if num_rows == 1:
+            return cls.linear(slot, num_rows, path)
         # A run that crosses the ring's end is two: up to the end, and from slot 0. Each is a merge with what is there.
-        slot = start_b % ring
-        for begin, first_row in ((jnp.minimum(slot, ring - num_rows), 0), (jnp.int32(0), ring)):
-            row = begin + first_row + _arange(num_rows) - slot
-            inside = ((row >= 0) & (row < num_rows))[None, None, :, None]
-            old = lax.dynamic_slice(cache, _index(b, begin), rows_b.shape)
-            new = jnp.take(rows_b, jnp.clip(row, 0, num_rows - 1), axis=2)
-            cache = lax.dynamic_update_slice(cache, jnp.where(inside, new, old), _index(b, begin))
-    return cache
+        begins = [jnp.minimum(slot, ring - num_rows), jnp.zeros_like(slot)]
+        firsts = zip(begins, (0, ring), strict=True)
+        rows = [(begin - slot)[:, None] + first + _arange(num_rows)[None, :] for begin, first in firsts]
+        inside = [(row >= 0) & (row < num_rows) for row in rows]
+        rows = [jnp.clip(row, 0, num_rows - 1) for row in rows]
+        return cls(begins, rows if path is None else [jnp.take_along_axis(path, row, axis=1) for row in rows], inside)
+
+    def write(self, cache: jax.Array, rows: jax.Array) -> jax.Array:
+        """cache: [B, K, slots, H].  rows: [B, K, T, H], T <= slots.  Returns the new cache."""
+        for b in range(cache.shape[0]):
+            for i, begin in enumerate(self.begin):
+                new, place = rows[b : b + 1], (jnp.int32(b), jnp.int32(0), begin[b], jnp.int32(0))
+                if self.row is not None:
+                    new = _take_rows(new, self.row[i][b])
+                if self.inside is not None:
+                    old = lax.dynamic_slice(cache, place, new.shape, allow_negative_indices=False)
+                    inside = lax.broadcast_in_dim(self.inside[i][b], new.shape, (2,))
+                    new = lax.select(inside, new, old)
+                cache = lax.dynamic_update_slice(cache, new, place, allow_negative_indices=False)
+        return cache
+
+
+def _take_rows(rows: jax.Array, index: jax.Array) -> jax.Array:
+    """rows[:, :, index], with as few operations as there can be: it is done twice and more in every layer, and compiled.
+
+    rows: [1, K, T, H].  index: [T] int32, in bounds.
+    """
+    _, heads, _, head_dim = rows.shape
+    numbers = lax.GatherDimensionNumbers(offset_dims=(0, 1, 3), collapsed_slice_dims=(2,), start_index_map=(2,))
+    sizes, mode = (1, heads, 1, head_dim), lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    return lax.gather(rows, index[:, None], numbers, slice_sizes=sizes, mode=mode)
 
 
 def _arange(size: int) -> jax.Array:
     return jnp.arange(size, dtype=jnp.int32)  # positions, rows and slots are int32 throughout
-
-
-def _index(row: int, slot: jax.Array) -> tuple:
-    """Where a slice of a cache begins; all int32, as a slice wants its indices alike."""
-    return jnp.int32(row), jnp.int32(0), slot, jnp.int32(0)
 
 
 def heads_first(x: jax.Array) -> jax.Array:

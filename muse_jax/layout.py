@@ -25,6 +25,8 @@ _FP32 = np.dtype(np.float32)
 _CODES = np.dtype(np.uint8)
 _BLOCK_SCALES = np.dtype(jnp.float8_e4m3fn)
 
+NUM_RANKS = 8  # that work is written for; a mesh of fewer devices runs several on each
+
 # Tensors of the released repository that text decoding does not need: the towers, and buffers that older exports keep.
 SKIPPED_PREFIXES = (
     "model.vision_tower.",
@@ -49,8 +51,10 @@ class TensorSpec:
     param_shape: tuple[int, ...]
     # Of the parameter, where it does not follow the model's: fp32 for router and residual gates, uint8 for packed codes.
     dtype: np.dtype | None = None
-    shard_axis: int | None = None  # of `param_shape`, split over the ranks; None: every rank has all of it
-    shard_units: int | None = None  # what the ranks must divide, where that is not the axis's size: attention heads
+    # Of `param_shape`, cut into one part for each of NUM_RANKS ranks; None: every rank has all of it.
+    shard_axis: int | None = None
+    # Different parts, where that is not NUM_RANKS: KV heads fewer than ranks, of which neighbours share one.
+    num_parts: int = NUM_RANKS
 
     @property
     def size(self) -> int:
@@ -61,18 +65,18 @@ class TensorSpec:
         return jnp.dtype(model_dtype) if self.dtype is None else self.dtype
 
     def rank_part(self, tp: int, rank: int) -> tuple[slice, ...]:
-        """What `rank` of `tp` holds of the parameter, as slices of all its axes."""
+        """What `rank` of `tp` holds of the parameter, as slices of all its axes. Neighbours may hold the same."""
         part = [slice(0, size) for size in self.param_shape]
-        if self.is_split(tp):
-            rows = self.param_shape[self.shard_axis] // tp
-            part[self.shard_axis] = slice(rank * rows, (rank + 1) * rows)
+        if self.shard_axis is not None:
+            parts = min(tp, self.num_parts)
+            rows, i = self.param_shape[self.shard_axis] // parts, rank * parts // tp
+            part[self.shard_axis] = slice(i * rows, (i + 1) * rows)
         return tuple(part)
 
-    def is_split(self, tp: int) -> bool:
-        """Whether each of `tp` ranks has its own part; an axis that the ranks do not divide is replicated."""
-        if self.shard_axis is None:
-            return False
-        return (self.shard_units or self.param_shape[self.shard_axis]) % tp == 0
+    def holders(self, tp: int) -> range:
+        """Ranks of `tp` whose parts together are the parameter, each element once."""
+        parts = 1 if self.shard_axis is None else min(tp, self.num_parts)
+        return range(0, tp, tp // parts)
 
 
 def is_skipped(name: str) -> bool:
@@ -86,23 +90,22 @@ def text_tensors(config: ModelConfig) -> tuple[TensorSpec, ...]:
     d, v = config.hidden_size, config.vocab_size
 
     def add(name: str, path: tuple, *shape: int, **kwargs) -> None:
-        param_shape = kwargs.pop("param_shape", shape)
-        specs.append(TensorSpec(name, shape, path, param_shape, **kwargs))
+        specs.append(_spec(name, path, shape, **kwargs))
 
     add(TEXT_PREFIX + "embed_tokens.weight", ("embedding",), v, d, shard_axis=0)
     for i in range(config.num_hidden_layers):
         prefix, layer = f"{TEXT_PREFIX}layers.{i}.", ("layers", i)
         attention = (*layer, "attention")
         add(prefix + "input_layernorm.weight", (*layer, "input_norm"), d)
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        for name, path, rows, units in (
-            ("q_proj", "q_proj", config.q_size, heads),
-            ("k_proj", "k_proj", config.kv_size, kv_heads),
-            ("v_proj", "v_proj", config.kv_size, kv_heads),
-            ("gate_proj", "attn_out_gate", config.q_size, heads),
+        by_heads = _by_heads(config)
+        for name, path, rows in (
+            ("q_proj", "q_proj", config.q_size),
+            ("k_proj", "k_proj", config.kv_size),
+            ("v_proj", "v_proj", config.kv_size),
+            ("gate_proj", "attn_out_gate", config.q_size),
         ):
-            add(f"{prefix}self_attn.{name}.weight", (*attention, path), rows, d, shard_axis=0, shard_units=units)
-        add(prefix + "self_attn.o_proj.weight", (*attention, "o_proj"), d, config.q_size, shard_axis=1, shard_units=heads)
+            add(f"{prefix}self_attn.{name}.weight", (*attention, path), rows, d, **by_heads[name])
+        add(prefix + "self_attn.o_proj.weight", (*attention, "o_proj"), d, config.q_size, **by_heads["o_proj"])
         add(prefix + "post_attention_residual_gate.gate", (*layer, "post_attention_gate"), d, dtype=_FP32)
         add(prefix + "pre_feedforward_layernorm.weight", (*layer, "pre_ffn_norm"), d)
         if config.mlp_layer_types[i] == MLPKind.SPARSE:
@@ -119,6 +122,31 @@ def text_tensors(config: ModelConfig) -> tuple[TensorSpec, ...]:
     return tuple(specs)
 
 
+def _spec(
+    name: str, path: tuple, shape: tuple[int, ...], *, param_shape: tuple[int, ...] | None = None, **kwargs: Any
+) -> TensorSpec:
+    """An axis that the ranks do not divide is not cut."""
+    param_shape = param_shape or shape
+    axis = kwargs.pop("shard_axis", None)
+    if axis is not None and param_shape[axis] % kwargs.get("num_parts", NUM_RANKS):
+        axis = None
+    return TensorSpec(name, shape, path, param_shape, shard_axis=axis, **kwargs)
+
+
+def cuts_heads(config: ModelConfig | DraftConfig) -> bool:
+    """Whether each rank can have whole query heads with their KV heads; if not, attention is not cut."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    return heads % NUM_RANKS == 0 and (kv_heads % NUM_RANKS == 0 or NUM_RANKS % kv_heads == 0)
+
+
+def _by_heads(config: ModelConfig | DraftConfig) -> dict[str, dict[str, int]]:
+    """How attention is cut."""
+    if not cuts_heads(config):
+        return {name: {} for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "o_proj")}
+    rows, shared = {"shard_axis": 0}, {"shard_axis": 0, "num_parts": min(config.num_key_value_heads, NUM_RANKS)}
+    return {"q_proj": rows, "k_proj": shared, "v_proj": shared, "gate_proj": rows, "o_proj": {"shard_axis": 1}}
+
+
 def draft_tensors(config: DraftConfig) -> tuple[TensorSpec, ...]:
     """Every tensor of a DFlash2 draft (dflash2.md section 1.2), in file order."""
     specs: list[TensorSpec] = []
@@ -126,7 +154,7 @@ def draft_tensors(config: DraftConfig) -> tuple[TensorSpec, ...]:
     taps, groups = config.conv_kernel_size, config.conv_groups
 
     def add(name: str, path: tuple, *shape: int, **kwargs) -> None:
-        specs.append(TensorSpec(name, shape, path, kwargs.pop("param_shape", shape), **kwargs))
+        specs.append(_spec(name, path, shape, **kwargs))
 
     add("fc.weight", ("fc",), d, len(config.target_layer_ids) * d, shard_axis=1)
     add("hidden_norm.weight", ("hidden_norm",), d)
@@ -134,17 +162,12 @@ def draft_tensors(config: DraftConfig) -> tuple[TensorSpec, ...]:
         prefix, layer = f"layers.{i}.", ("layers", i)
         add(prefix + "input_layernorm.weight", (*layer, "input_norm"), d)
         add(prefix + "post_attention_layernorm.weight", (*layer, "pre_ffn_norm"), d)
-        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        for name, rows, units in (
-            ("q_proj", config.q_size, heads),
-            ("k_proj", config.kv_size, kv_heads),
-            ("v_proj", config.kv_size, kv_heads),
-        ):
-            split = {"shard_axis": 0, "shard_units": units}
-            add(f"{prefix}self_attn.{name}.weight", (*layer, name), rows, d, **split)
+        by_heads = _by_heads(config)
+        for name, rows in (("q_proj", config.q_size), ("k_proj", config.kv_size), ("v_proj", config.kv_size)):
+            add(f"{prefix}self_attn.{name}.weight", (*layer, name), rows, d, **by_heads[name])
             if config.attention_bias:
-                add(f"{prefix}self_attn.{name}.bias", (*layer, name.replace("proj", "bias")), rows, **split)
-        add(prefix + "self_attn.o_proj.weight", (*layer, "o_proj"), d, config.q_size, shard_axis=1, shard_units=heads)
+                add(f"{prefix}self_attn.{name}.bias", (*layer, name.replace("proj", "bias")), rows, **by_heads[name])
+        add(prefix + "self_attn.o_proj.weight", (*layer, "o_proj"), d, config.q_size, **by_heads["o_proj"])
         if config.attention_bias:
             add(prefix + "self_attn.o_proj.bias", (*layer, "o_bias"), d)
         for name in ("q_norm", "k_norm"):
@@ -164,9 +187,9 @@ def draft_tensors(config: DraftConfig) -> tuple[TensorSpec, ...]:
         add(prefix + "mlp.up_proj.weight", (*layer, "up_proj"), f, d, shard_axis=0)
         add(prefix + "mlp.down_proj.weight", (*layer, "down_proj"), d, f, shard_axis=1)
     add("norm.weight", ("final_norm",), d)
-    add("candidate_selector.predecessor_codebook", ("predecessor_codebook",), v, r)
-    add("candidate_selector.successor_codebook", ("successor_codebook",), v, r)
-    add("candidate_selector.hidden_projection.weight", ("selector_projection",), r, d)
+    add("candidate_selector.predecessor_codebook", ("predecessor_codebook",), v, r, shard_axis=0)
+    add("candidate_selector.successor_codebook", ("successor_codebook",), v, r, shard_axis=0)
+    add("candidate_selector.hidden_projection.weight", ("selector_projection",), r, d, shard_axis=0)
     if config.has_mask_embedding:
         add("mask_embedding", ("mask_embedding",), d)
     return tuple(specs)

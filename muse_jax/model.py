@@ -16,11 +16,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from muse_jax import nvfp4, ops
-from muse_jax.config import MLPKind, ModelConfig
-from muse_jax.kv_cache import DecodeContext, FullContext, KVCache, PrefillContext
+from muse_jax.config import AttentionSizes, MLPKind, ModelConfig
+from muse_jax.kv_cache import KV, DecodeContext, FullContext, KVCache, PrefillContext
 from muse_jax.layout import TensorSpec, text_tensors
 from muse_jax.numerics import SERVING, Numerics, fp32, round_to
 from muse_jax.nvfp4 import NVFP4Weight
+from muse_jax.sharded_experts import ShardedExperts
+from muse_jax.sharding import ONE_DEVICE, Ranks, ShardingConfig, isolated
 
 Context = FullContext | PrefillContext | DecodeContext
 
@@ -32,10 +34,15 @@ class Parameters:
     specs: dict[tuple, TensorSpec]
     dtype: jnp.dtype
     rngs: nnx.Rngs | None
+    sharding: ShardingConfig = ONE_DEVICE
     path: tuple = ()
 
     def at(self, *path: str | int) -> Parameters:
         return dataclasses.replace(self, path=(*self.path, *path))
+
+    def ranks(self, name: str) -> Ranks:
+        """The ranks that the parameter `name` is cut for; one where it is not."""
+        return Ranks() if self.specs[(*self.path, name)].shard_axis is None else self.sharding.ranks
 
     def __call__(self, name: str) -> nnx.Param | PackedParam:
         """The parameter `name`; a packed one where the table has its codes and scales."""
@@ -77,6 +84,7 @@ class Attention(nnx.Module):
     def __init__(self, layer_idx: int, config: ModelConfig, numerics: Numerics, dtype: jnp.dtype, param: Parameters):
         self.config, self.numerics, self.dtype = config, numerics, dtype
         self.window, self.uses_rope = config.window(layer_idx), config.layer_uses_rope[layer_idx]
+        self.ranks = param.ranks("q_proj")
         self.q_proj = param("q_proj")
         self.k_proj = param("k_proj")
         self.v_proj = param("v_proj")
@@ -85,11 +93,29 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array, rope: tuple, cache, context: Context):
         """x: [B, T, D], normed.  rope: tables of the rows' positions.  Returns [B, T, D] and the layer's new cache."""
+        ranks, kv_parts = self.ranks, kv_parts_of(self.config, self.ranks)
+        results = ranks.run(
+            self._of_rank,
+            *(x, rope, context),
+            ranks.split(self.q_proj[...], 0),
+            ranks.split(self.k_proj[...], 0, kv_parts),
+            ranks.split(self.v_proj[...], 0, kv_parts),
+            ranks.split(self.attn_out_gate[...], 0),
+            ranks.split(self.o_proj[...], 1),
+            split_cache(cache, ranks, kv_parts),
+        )
+        outs, caches = zip(*results, strict=True)
+        with jax.named_scope("attention.o_proj"):
+            out = ranks.sum(outs)
+        return round_to(out, self.dtype) if self.numerics.branch_rounded else out, join_caches(caches, ranks, kv_parts)
+
+    def _of_rank(self, x: jax.Array, rope: tuple, context: Context, q_proj, k_proj, v_proj, attn_out_gate, o_proj, cache):
+        """A rank's heads, and what they add to the output: [B, T, D] fp32."""
         config, numerics, dtype = self.config, self.numerics, self.dtype
-        q = self._heads(x, self.q_proj)
-        k = self._heads(x, self.k_proj)
-        v = self._heads(x, self.v_proj)
-        gate = self._heads(x, self.attn_out_gate)
+        q = self._heads(x, q_proj)
+        k = self._heads(x, k_proj)
+        v = self._heads(x, v_proj)
+        gate = self._heads(x, attn_out_gate)
 
         step = (lambda y: fp32(round_to(y, dtype))) if numerics.qk_norm_rounded else (lambda y: y)
         q = step(ops.rms(q, config.rms_norm_eps))
@@ -107,13 +133,11 @@ class Attention(nnx.Module):
         step = (lambda y: fp32(round_to(y, dtype))) if numerics.out_gate_steps_rounded else (lambda y: y)
         out = step(ops.rms(step(out), config.rms_norm_eps))
         gated = round_to(out * step(jax.nn.sigmoid(fp32(gate))), dtype)
-        gated = gated.reshape(*x.shape[:2], config.q_size)
-        out = ops.linear(gated, self.o_proj[...])
-        return round_to(out, dtype) if numerics.branch_rounded else out, cache
+        return ops.linear(gated.reshape(*x.shape[:2], -1), o_proj), cache
 
-    def _heads(self, x: jax.Array, weight: nnx.Param) -> jax.Array:
+    def _heads(self, x: jax.Array, weight: jax.Array) -> jax.Array:
         """[B, T, D] -> [B, T, heads, H], rounded."""
-        return round_to(ops.linear(x, weight[...]), self.dtype).reshape(*x.shape[:2], -1, self.config.head_dim)
+        return round_to(ops.linear(x, weight), self.dtype).reshape(*x.shape[:2], -1, self.config.head_dim)
 
 
 class SparseMLP(nnx.Module):
@@ -130,6 +154,8 @@ class SparseMLP(nnx.Module):
     ):
         self.config, self.numerics, self.dtype = config, numerics, dtype
         self.dense_experts, self.activations = dense_experts, activations
+        self.sharding = param.sharding
+        self.pooled_ranks, self.output_ranks = param.ranks("pre_expert_proj"), param.ranks("post_expert_proj")
         self.router = param("router")
         self.router_bias = param("router_bias")
         self.pre_expert_proj = param("pre_expert_proj")
@@ -144,16 +170,26 @@ class SparseMLP(nnx.Module):
         config, numerics, dtype = self.config, self.numerics, self.dtype
         rows = x.reshape(-1, x.shape[-1])
         idx, weights = self.route(rows)
-        pooled = round_to(ops.linear(rows, self.pre_expert_proj[...]), dtype)
+        with jax.named_scope("moe.pre_expert_proj"):
+            pooled = column_parallel(rows, self.pre_expert_proj, self.pooled_ranks, dtype)
         pooled = ops.centred_norm(pooled, self.pre_expert_norm[...], config.rms_norm_eps, numerics, dtype)
+        mixed = self._mixed(pooled, idx, weights)
+        with jax.named_scope("moe.post_expert_proj"):
+            return column_parallel(mixed, self.post_expert_proj, self.output_ranks, dtype).reshape(x.shape)
+
+    def _mixed(self, pooled: jax.Array, idx: jax.Array, weights: jax.Array) -> jax.Array:
+        """The experts' weighted sum, [R, M], rounded."""
+        config, numerics, dtype = self.config, self.numerics, self.dtype
+        if self.sharding.num_devices is not None:
+            experts = ShardedExperts(config, numerics, dtype, self.activations, self.sharding)
+            return experts(pooled, idx, weights, self.gate_up[...], self.down[...], self.post_expert_norm[...])
         run = ops.experts_dense if self.dense_experts else ops.experts
         out = run(pooled, idx, self.gate_up[...], self.down[...], numerics, self.activations)
         # Each routed row is normalised before it is weighted.
         out = ops.input_scaled_norm(out, self.post_expert_norm[...], config.post_norm_eps, numerics, dtype)
         if numerics.post_expert_norm_rounded:
             out = round_to(out, dtype)
-        mixed = ops.combine(out, weights, dtype)
-        return round_to(ops.linear(mixed, self.post_expert_proj[...]), dtype).reshape(x.shape)
+        return ops.combine(out, weights, dtype)
 
     def route(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         """rows: [R, D], normed. Returns expert ids and weights, [R, num_experts_per_tok]."""
@@ -172,17 +208,56 @@ class DenseMLP(nnx.Module):
     """Plain SwiGLU."""
 
     def __init__(self, numerics: Numerics, dtype: jnp.dtype, param: Parameters):
-        self.numerics, self.dtype = numerics, dtype
+        self.numerics, self.dtype, self.ranks = numerics, dtype, param.ranks("down_proj")
         self.gate_proj = param("gate_proj")
         self.up_proj = param("up_proj")
         self.down_proj = param("down_proj")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: [B, T, D], normed. Returns [B, T, D]."""
-        gate, up = ops.linear(x, self.gate_proj[...]), ops.linear(x, self.up_proj[...])
-        hidden = ops.swiglu(gate, up, self.numerics, self.dtype)
-        out = ops.linear(hidden, self.down_proj[...])
+        with jax.named_scope("mlp.down_proj"):
+            out = swiglu_mlp(x, self.gate_proj, self.up_proj, self.down_proj, self.ranks, self.numerics, self.dtype)
         return round_to(out, self.dtype) if self.numerics.branch_rounded else out
+
+
+def column_parallel(x: jax.Array, weight: nnx.Param, ranks: Ranks, dtype: jnp.dtype) -> jax.Array:
+    """x W^T, rounded; each rank has some of the output's columns. x: [R, in].  weight: [out, in]."""
+    columns = ranks.run(lambda x, weight: round_to(ops.linear(x, weight), dtype), x, ranks.split(weight[...], 0))
+    return ranks.gather(columns, -1)
+
+
+def swiglu_mlp(
+    x: jax.Array, gate: nnx.Param, up: nnx.Param, down: nnx.Param, ranks: Ranks, numerics: Numerics, dtype: jnp.dtype
+) -> jax.Array:
+    """down(silu(gate x) up x), fp32; each rank has some of the hidden values.
+
+    x: [B, T, D].  gate, up: [F, D].  down: [D, F].  Returns [B, T, D].
+    """
+
+    def of_rank(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        return ops.linear(ops.swiglu(ops.linear(x, gate), ops.linear(x, up), numerics, dtype), down)
+
+    weights = (ranks.split(weight[...], axis) for weight, axis in ((gate, 0), (up, 0), (down, 1)))
+    return ranks.sum(ranks.run(of_rank, x, *weights))
+
+
+def kv_parts_of(config: AttentionSizes, ranks: Ranks) -> int:
+    """Different KV heads, or groups of them, that the ranks of a device have; neighbours share one where heads are few."""
+    return min(ranks.local, max(1, config.num_key_value_heads // ranks.devices))
+
+
+def split_cache(cache: KV | None, ranks: Ranks, kv_parts: int) -> list:
+    """A layer's pair [B, K, slots, H] by ranks."""
+    if cache is None:
+        return [None] * ranks.local
+    return list(zip(*(ranks.split(x, 1, kv_parts) for x in cache), strict=True))
+
+
+def join_caches(caches: Sequence, ranks: Ranks, kv_parts: int) -> KV | None:
+    """The inverse of `split_cache`."""
+    if caches[0] is None:
+        return None
+    return tuple(ranks.join(x, 1, kv_parts) for x in zip(*caches, strict=True))
 
 
 class DecoderLayer(nnx.Module):
@@ -234,6 +309,10 @@ def _run_layer(layer: DecoderLayer, stream: jax.Array, rope: tuple, cache, conte
     return layer(stream, rope, cache, context)
 
 
+# On a mesh XLA keeps each layer as a call, too: it compiles many layers faster so (62 layers, two CPU cores: 41 s against 50).
+_run_layer_as_call = isolated(_run_layer)
+
+
 class MuseSpark(nnx.Module):
     """The text decoder.
 
@@ -243,6 +322,7 @@ class MuseSpark(nnx.Module):
       dtype: bfloat16 or float32, of parameters and GEMM inputs.
       dense_experts: run every expert on every row. Differentiable, and slower by E / top_k; for training.
       activations: "bf16", or "nvfp4" to quantise what the GEMMs of NVFP4 experts read; other experts stay as they are.
+      sharding: how devices share the work; with other than the default, calls belong inside `jax.shard_map`.
       rngs: for fresh parameters (their values are those transformers starts from); None: shapes in place of arrays.
     """
 
@@ -254,10 +334,12 @@ class MuseSpark(nnx.Module):
         dtype: jnp.dtype = jnp.bfloat16,
         dense_experts: bool = False,
         activations: str = "bf16",
+        sharding: ShardingConfig = ONE_DEVICE,
         rngs: nnx.Rngs | None = None,
     ):
         self.config, self.numerics, self.dtype, self.activations = config, numerics, dtype, activations
-        param = Parameters({spec.path: spec for spec in text_tensors(config)}, dtype, rngs)
+        param = Parameters({spec.path: spec for spec in text_tensors(config)}, dtype, rngs, sharding)
+        self.sharding, self.vocab_ranks = sharding, param.ranks("lm_head")
         self.embedding = param("embedding")
         self.layers = nnx.List(
             DecoderLayer(i, config, numerics, dtype, dense_experts, param.at("layers", i), activations)
@@ -282,8 +364,9 @@ class MuseSpark(nnx.Module):
         inv_freq = ops.rope_inverse_frequencies(config.rope_theta, config.head_dim)
         rope = ops.rope_tables(context.positions, inv_freq, self.numerics, self.dtype)
         outputs, kept = {}, []
+        run_layer = _run_layer if self.sharding.num_devices is None else _run_layer_as_call
         for i, layer in enumerate(self.layers):
-            stream, keep = _run_layer(layer, stream, rope, None if cache is None else cache.layers[i], context)
+            stream, keep = run_layer(layer, stream, rope, None if cache is None else cache.layers[i], context)
             kept.append(keep)
             if i in taps:
                 outputs[i] = stream
@@ -293,19 +376,23 @@ class MuseSpark(nnx.Module):
         """[B, T] -> [B, T, D], normed. Placeholders of images, video and audio embed as token 0, as in transformers."""
         for placeholder in self.config.placeholder_token_ids:
             tokens = jnp.where(tokens == placeholder, 0, tokens)
-        normed = ops.rms(self.embedding[...][tokens], self.config.rms_norm_eps)
+        with jax.named_scope("embed"):
+            rows = self.vocab_ranks.lookup(self.embedding[...], tokens)
+        normed = ops.rms(rows, self.config.rms_norm_eps)
         return round_to(normed, self.dtype) if self.numerics.stream_rounded else normed
 
     def logits(self, stream: jax.Array) -> jax.Array:
-        """Residual stream [B, T, D] -> [B, T, V] fp32, after multiplier and soft cap."""
-        config = self.config
+        """Residual stream [B, T, D] -> [B, T, V] fp32, after multiplier and soft cap; of a mesh, what this device has of V."""
+        return self.vocab_ranks.join(self.logit_parts(stream), -1)
+
+    def logit_parts(self, stream: jax.Array) -> list[jax.Array]:
+        """`logits` as one part of the vocabulary for each of `vocab_ranks` on this device."""
+        config, ranks = self.config, self.vocab_ranks
+
+        def of_rank(x: jax.Array, lm_head: jax.Array) -> jax.Array:
+            cap = config.final_logit_softcapping
+            return ops.vocabulary_logits(x, lm_head, config.output_multiplier, cap, self.numerics, self.dtype)
+
         weight = fp32(self.final_norm[...])[None, None, :]
         x = round_to(ops.rms(stream, config.rms_norm_eps) * weight, self.dtype)
-        return ops.vocabulary_logits(
-            x,
-            self.lm_head[...],
-            config.output_multiplier,
-            config.final_logit_softcapping,
-            self.numerics,
-            self.dtype,
-        )
+        return ranks.run(of_rank, x, ranks.split(self.lm_head[...], 0))

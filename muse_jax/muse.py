@@ -48,6 +48,7 @@ def load(
     numerics: str = "serving",
     dtype: str | None = None,
     activations: str = "bf16",
+    moe_sharding: str = "n",
     max_length: int | None = None,
     draft: str | Path | None = None,
     speculation: str | None = None,
@@ -59,12 +60,15 @@ def load(
 
     Args:
       path: directory with config.json, safetensors and, for text, tokenizer.json.
-      mesh: devices to shard over (`muse_jax.sharding.make_mesh`); None: the default device.
+      mesh: devices that share the work (`muse_jax.sharding.make_mesh`): the same bits for 1, 2, 4 and 8. None: the default
+        device alone, in the form that is fastest for one.
       backend: "auto" or "xla".
       numerics: "serving", or "hf" to round where transformers does.
       dtype: "bfloat16" or "float32"; None: the checkpoint's on a GPU, float32 on a CPU (XLA for CPU widens bf16 weights
         at every step).
       activations: of NVFP4 experts; "bf16", or "nvfp4" to quantise what their GEMMs read, as GPUs with FP4 units do.
+      moe_sharding: what of the routed experts a device of the mesh has: "n", a part of every matrix's output rows; "expert",
+        some experts whole; "replicated", all of them.
       max_length: most positions of prompt and answer together; None: the config's max_position_embeddings.
       draft: directory of a DFlash2 draft; None: `draft` in `path`, if that is there.
       speculation: "tree"; "chain", one path; "sampled_chain", one path drawn from the draft and verified by rejection
@@ -92,8 +96,10 @@ def load(
             raise ValueError(f"{name} = {value!r}: expected an integer from {low} to {high}")
     if mesh is not None:
         sharding.check_mesh(mesh)
+    how = sharding.ShardingConfig(None if mesh is None else mesh.size, moe_sharding)
     reader = checkpoints.open_reader(path)
     config = reader.config
+    how.check_fits(config)
     if activations == "nvfp4" and not config.nvfp4_layers:
         raise ValueError("activations = 'nvfp4': this checkpoint has no NVFP4 experts, so only 'bf16' is allowed")
     draft_path, draft_config = _find_draft(path, draft, speculation), None
@@ -112,17 +118,18 @@ def load(
     has_tokenizer = (Path(path) / "tokenizer.json").exists()
     tokenizer = Tokenizer.from_directory(path) if has_tokenizer else None
 
-    put = None if mesh is None else checkpoints.sharded_put(functools.partial(sharding.param_sharding, mesh=mesh))
+    put = None if mesh is None else checkpoints.sharded_put(*sharding.placement(mesh, how))
     num_ranks = 1 if mesh is None else mesh.size
     weights = _DTYPES[dtype]
     params, _ = checkpoints.load_params(reader, dtype=weights, put=put, num_ranks=num_ranks, progress=progress)
-    module = MuseSpark(config, numerics=NUMERICS[numerics], dtype=jnp.dtype(weights), activations=activations)
+    settings = {"dtype": jnp.dtype(weights), "sharding": how}
+    module = MuseSpark(config, numerics=NUMERICS[numerics], activations=activations, **settings)
     valid_vocab = config.vocab_size if tokenizer is None else min(config.vocab_size, tokenizer.vocab_size)
     draft_module = draft_params = None
     if draft_config is not None:
         if draft_config.selector_top_k > valid_vocab:
             raise ValueError(f"the draft's selector_top_k = {draft_config.selector_top_k}: there are {valid_vocab} tokens")
-        draft_module = DFlash2(draft_config, dtype=jnp.dtype(weights))
+        draft_module = DFlash2(draft_config, **settings)
         draft_params, _ = checkpoints.load_params(draft_path, draft_config, dtype=weights, put=put, num_ranks=num_ranks)
     model = Model.create(
         module,
@@ -132,6 +139,7 @@ def load(
         speculation=speculation or Speculation.TREE,
         tree_size=tree_size,
         valid_vocab=valid_vocab,
+        mesh=mesh,
     )
     return Muse(model, config, draft_config, tokenizer, mesh, backend, max_length, prefill_chunk)
 
@@ -334,18 +342,7 @@ class Muse:
 
     @functools.cached_property
     def _empty_caches(self) -> Callable:
-        where = None
-        if self.mesh is not None:
-            where = tuple(
-                config
-                and decoding.KVCache(
-                    [(sharding.cache_sharding(config, self.mesh),) * 2] * config.num_hidden_layers,
-                    sharding.replicated(self.mesh),
-                )
-                for config in (self.config, self.draft_config)
-            )
-        make = functools.partial(decoding.empty_caches, self._abstract_model)
-        return jax.jit(make, static_argnums=(0, 1), out_shardings=where)
+        return jax.jit(functools.partial(decoding.empty_caches, self._abstract_model), static_argnums=(0, 1))
 
     @property
     def _abstract_model(self) -> Model:

@@ -52,5 +52,15 @@ def round_to(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return x.astype(dtype)
 
 
+def product(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x y, rounded on its own where it is a term of a sum.
+
+    A compiler may contract a product and a sum to one rounding (XLA does on CPUs and GPUs), and of two products that are
+    added it takes either, depending on the code around them. A comparison between the two keeps it from that.
+    """
+    xy = x * y
+    return jnp.where(xy == xy, xy, jnp.nan)
+
+
 def fp32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.float32)

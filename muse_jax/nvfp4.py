@@ -230,10 +230,10 @@ def quantization_error(weight: np.ndarray, packed: NVFP4Weight) -> QuantizationE
 # ---------------------------------------------------------------------------------------------------------- activations
 
 
-def quantize_rows(x: Array) -> tuple[Array, Array, Array]:
+def quantize_rows(x: Array, amax: Array | None = None) -> tuple[Array, Array, Array]:
     """Rounds each row of activations to NVFP4 with a scale of its own, amax / (6 * 448) (muse_spark.md 4.3, per-token).
 
-    Args:     x: [..., K] bfloat16; K a multiple of 16.
+    Args:     x: [..., K] bfloat16; K a multiple of 16.  amax: [...] fp32, the largest magnitude of the row that x is cut from.
     Returns:  codes [..., K/2] uint8, block scales [..., K/16] float8_e4m3fn and row scales [...] fp32, which multiply.
               A row of zeros has codes and scales 0, as has a block too small for the row's scale. NaN stays NaN.
     Rounding: nearest-even. The block that holds a row's largest value gets the scale 448, so nothing saturates beyond
@@ -242,15 +242,21 @@ def quantize_rows(x: Array) -> tuple[Array, Array, Array]:
     xp = x.__array_namespace__()
     blocks = x.astype(np.float32).reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     block_amax = xp.max(xp.abs(blocks), axis=-1)
-    amax = xp.max(block_amax, axis=-1)
-    row_scale = xp.where(amax < _MIN_ROW_AMAX, 0.0, amax * (1 / (E2M1_MAX * E4M3_MAX)))
-    encode_scale = _as_written(1 / xp.where(row_scale == 0, 1.0, row_scale))[..., None]
+    amax = xp.max(block_amax, axis=-1) if amax is None else amax
+    scale_of_row = row_scale(amax)
+    encode_scale = _as_written(1 / xp.where(scale_of_row == 0, 1.0, scale_of_row))[..., None]
     sixth = _as_written(block_amax * (1 / E2M1_MAX))
     scale = _nearest_e4m3(xp.minimum(encode_scale * sixth, E4M3_MAX))
     is_zero = scale == 0
     reciprocal = 1 / (xp.where(is_zero, 1.0, scale) * (1 / encode_scale))
     codes = xp.where(is_zero[..., None], xp.asarray(0, dtype=np.uint8), _e2m1(blocks * reciprocal[..., None]))
-    return pack(codes.reshape(x.shape)), scale.astype(_E4M3), row_scale
+    return pack(codes.reshape(x.shape)), scale.astype(_E4M3), scale_of_row
+
+
+def row_scale(amax: Array) -> Array:
+    """The scale of a row of activations with this largest magnitude, fp32."""
+    xp = amax.__array_namespace__()
+    return xp.where(amax < _MIN_ROW_AMAX, 0.0, amax * (1 / (E2M1_MAX * E4M3_MAX)))
 
 
 def _as_written(x: Array) -> Array:

@@ -6,6 +6,11 @@ Arrays between operations have the model's dtype (bfloat16 or float32) unless a 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +18,7 @@ from jax import lax
 
 from muse_jax import nvfp4
 from muse_jax.config import RESIDUAL_GATE_FLOOR, ROUTER_RENORM_EPS
-from muse_jax.numerics import Numerics, fp32, round_to
+from muse_jax.numerics import Numerics, fp32, product, round_to
 from muse_jax.nvfp4 import NVFP4Weight
 
 # ---------------------------------------------------------------------------------------------------------------- GEMMs
@@ -52,10 +57,13 @@ def centred_norm(x: jax.Array, weight: jax.Array, eps: float, numerics: Numerics
 
 def input_scaled_norm(x: jax.Array, weight: jax.Array, eps: float, numerics: Numerics, dtype: jnp.dtype) -> jax.Array:
     """rms(x (1 + w)), fp32 and not rounded: scaled *before* the norm (post-expert, post-FFN)."""
+    return rms(input_scale(x, weight, numerics, dtype), eps)
+
+
+def input_scale(x: jax.Array, weight: jax.Array, numerics: Numerics, dtype: jnp.dtype) -> jax.Array:
+    """x (1 + w), fp32."""
     scaled = fp32(x) * _row(one_plus(weight, numerics), x)
-    if numerics.input_scaled_rounded:
-        scaled = round_to(scaled, dtype)
-    return rms(scaled, eps)
+    return fp32(round_to(scaled, dtype)) if numerics.input_scaled_rounded else scaled
 
 
 def _row(vector: jax.Array, like: jax.Array) -> jax.Array:
@@ -74,7 +82,7 @@ def residual_gate(stream: jax.Array, branch: jax.Array, gate: jax.Array, tempera
     w = gate / temperature
     beta = jax.nn.sigmoid(w)
     alpha = jnp.sqrt(jnp.maximum(jax.nn.sigmoid(-w) * (1.0 + beta), RESIDUAL_GATE_FLOOR))
-    return _row(alpha, stream) * fp32(stream) + _row(beta, stream) * fp32(branch)
+    return product(_row(alpha, stream), fp32(stream)) + product(_row(beta, stream), fp32(branch))
 
 
 def swiglu(gate: jax.Array, up: jax.Array, numerics: Numerics, dtype: jnp.dtype) -> jax.Array:
@@ -111,9 +119,9 @@ def apply_rope(x: jax.Array, tables: tuple, numerics: Numerics, dtype: jnp.dtype
     """
     cos, sin = (table[:, :, None, :] for table in tables)
     first, second = jnp.split(fp32(x), 2, axis=-1)
-    products = [first * cos, -second * sin, second * cos, first * sin]
+    products = [product(first, cos), product(-second, sin), product(second, cos), product(first, sin)]
     if numerics.rope_steps_rounded:
-        products = [fp32(round_to(product, dtype)) for product in products]
+        products = [fp32(round_to(xy, dtype)) for xy in products]
     return round_to(jnp.concatenate([products[0] + products[1], products[2] + products[3]], axis=-1), dtype)
 
 
@@ -144,12 +152,12 @@ ExpertWeight = jax.Array | NVFP4Weight
 ACTIVATIONS = ("bf16", "nvfp4")  # of GEMMs with NVFP4 weights: W4A16 and W4A4
 
 
-def expert_linear(x: jax.Array, weight: ExpertWeight, activations: str) -> jax.Array:
+def expert_linear(x: jax.Array | NVFP4Rows, weight: ExpertWeight, activations: str) -> jax.Array:
     """x W^T with one expert's matrix, or with its gate and up matrices.
 
     NVFP4 weights are contracted as the exact e2m1 e4m3, and the accumulator is multiplied by the global scale of each matrix.
-    With activations "nvfp4" the rows of x are first rounded to bfloat16, in an fp32 model too: that is what the quantiser of
-    the GPU kernels reads, so an fp32 model is a reference for them. What it decodes to is exact in the model's dtype.
+    With activations "nvfp4" the rows of x are quantised first, if they are not yet (`quantize_rows`). What they decode to is
+    exact in the model's dtype.
 
     Args:     x: [R, in].  weight: [..., out, in]; an array has the dtype of x.
     Returns:  [R, ..., out] fp32, not rounded.
@@ -163,10 +171,34 @@ def expert_linear(x: jax.Array, weight: ExpertWeight, activations: str) -> jax.A
         return gemm(x, weight)
     scale = weight.global_scale[None, ..., None]
     if activations == "nvfp4":
-        codes, block_scales, row_scale = nvfp4.quantize_rows(round_to(fp32(x), jnp.bfloat16))
-        x = nvfp4.decode(codes, block_scales, x.dtype)
-        scale = scale * lax.expand_dims(row_scale, range(1, scale.ndim))
+        rows = x if isinstance(x, NVFP4Rows) else quantize_rows(x)
+        x = rows.decode()
+        scale = scale * lax.expand_dims(rows.row_scale, range(1, scale.ndim))
     return gemm(x, weight.decode(x.dtype)) * scale
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["codes", "block_scales", "row_scale"], meta_fields=["dtype"])
+@dataclasses.dataclass(frozen=True)
+class NVFP4Rows:
+    """Quantised activations [..., K] of a model of `dtype`."""
+
+    codes: jax.Array  # [..., K/2] uint8
+    block_scales: jax.Array  # [..., K/16] float8_e4m3fn
+    row_scale: jax.Array  # [...] fp32, multiplies
+    dtype: jnp.dtype
+
+    def decode(self) -> jax.Array:
+        """[..., K] without the scales of the rows."""
+        return nvfp4.decode(self.codes, self.block_scales, self.dtype)
+
+
+def quantize_rows(x: jax.Array, amax: jax.Array | None = None) -> NVFP4Rows:
+    """Rows of activations, or pieces of rows with these largest magnitudes, in NVFP4.
+
+    They are first rounded to bfloat16, in an fp32 model too: that is what the quantiser of the GPU kernels reads, so an fp32
+    model is a reference for them.
+    """
+    return NVFP4Rows(*nvfp4.quantize_rows(round_to(fp32(x), jnp.bfloat16), amax), dtype=x.dtype)
 
 
 def expert(x: jax.Array, gate_up: ExpertWeight, down: ExpertWeight, numerics: Numerics, activations: str) -> jax.Array:
@@ -203,47 +235,90 @@ def experts(
 ) -> jax.Array:
     """Each row through its own experts only. Arguments and result are those of `experts_dense`.
 
-    Routed rows are sorted by expert and cut into blocks that belong to one expert each, so that a block is two small GEMMs
-    with that expert's matrices and no matrix is copied per row. Shapes are fixed: the number of blocks is the most that
-    any routing can need. NVFP4 weights are decoded within a block.
+    Routed rows are cut into blocks that belong to one expert each, so that a block is two small GEMMs with that expert's
+    matrices and no matrix is copied per row. NVFP4 weights are decoded within a block.
     """
     (rows, top_k), num_experts = idx.shape, gate_up.shape[0]
-    routed = rows * top_k
 
     def one_block(x_block: jax.Array, expert_idx: jax.Array) -> jax.Array:
-        of_expert = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, expert_idx, keepdims=False), (gate_up, down))
-        return expert(x_block, *of_expert, numerics, activations)
+        return expert(x_block, *of_expert((gate_up, down), expert_idx), numerics, activations)
 
-    if rows <= _FEW_ROWS and routed >= 2 * num_experts:
+    if rows <= _FEW_ROWS and rows * top_k >= 2 * num_experts:
         # About every expert has a row, so all weights are read anyhow, and few rows cost little: two GEMMs in place of a
         # loop over blocks (16 rows, 4 of 16 experts, two CPU cores: 0.3 ms against 0.5-0.8 ms).
         return experts_dense(x, idx, gate_up, down, numerics, activations)
     if rows == 1:  # one token: its experts are distinct, there is nothing to sort
         out = [one_block(x, idx[0, k]) for k in range(top_k)]
         return jnp.stack(out, axis=1)
+    blocks = Blocks.create(idx, num_experts)
+    return blocks.run(lambda source, expert_idx: one_block(x[lax.div(source, jnp.int32(top_k))], expert_idx))
 
-    block = _block_rows(routed, num_experts)
-    num_blocks = (routed + min(num_experts, routed) * (block - 1)) // block
-    expert_of = idx.reshape(routed)
-    order = jnp.argsort(expert_of, stable=True).astype(jnp.int32)
-    counts = jnp.sum(expert_of[:, None] == jnp.arange(num_experts)[None, :], axis=0, dtype=jnp.int32)
-    blocks_of = (counts + block - 1) // block
-    last_block = jnp.cumsum(blocks_of, dtype=jnp.int32)
-    # A routed row's place: its expert's first block, plus its rank among that expert's rows.
-    sorted_expert = expert_of[order]
-    rank = jnp.arange(routed, dtype=jnp.int32) - (jnp.cumsum(counts, dtype=jnp.int32) - counts)[sorted_expert]
-    place = (last_block - blocks_of)[sorted_expert] * block + rank
-    source = jnp.zeros(num_blocks * block, jnp.int32).at[place].set(order // top_k, unique_indices=True)
-    expert_of_block = jnp.searchsorted(last_block, jnp.arange(num_blocks), side="right")
-    expert_of_block = jnp.minimum(expert_of_block, num_experts - 1)
 
-    def body(_, block_inputs):
-        rows_of_block, expert_idx = block_inputs
-        return None, one_block(x[rows_of_block], expert_idx)
+def of_expert(weights: Any, expert_idx: jax.Array) -> Any:
+    """One expert's part of a pytree of stacked weights."""
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, expert_idx, keepdims=False), weights)
 
-    _, out = lax.scan(body, None, (source.reshape(num_blocks, block), expert_of_block))
-    place_of = jnp.zeros(routed, jnp.int32).at[order].set(place, unique_indices=True)
-    return out.reshape(num_blocks * block, -1)[place_of].reshape(rows, top_k, -1)
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["source", "expert", "place", "used"], meta_fields=["all_held"]
+)
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Routed rows (row r's slot k is routed row r * top_k + k) in the order of experts and cut into blocks of one expert each.
+
+    Shapes are fixed: the number of blocks is the most that any routing can need.
+    """
+
+    source: jax.Array  # [blocks, rows of a block] int32: the routed row in each place; anything in a place left over
+    expert: jax.Array  # [blocks] int32
+    place: jax.Array  # [R, top_k] int32: the place of each routed row, in all blocks; beyond them, of an expert not held
+    used: jax.Array  # int32: blocks that hold a row
+    all_held: bool
+
+    @classmethod
+    def create(cls, idx: jax.Array, num_experts: int, held: tuple[jax.Array, int] | None = None) -> Blocks:
+        """idx: [R, top_k], expert ids.  held: first and number of the experts to run; None: all."""
+        routed = idx.size
+        first, num_held = (jnp.int32(0), num_experts) if held is None else held
+        block = _block_rows(routed, num_experts)
+        num_blocks = (routed + min(num_held, routed) * (block - 1)) // block
+        is_of = idx.reshape(routed, 1) - first == jnp.arange(num_held, dtype=jnp.int32)[None, :]
+        so_far = jnp.cumsum(is_of, axis=0, dtype=jnp.int32)  # of each expert's rows, up to each routed row
+        blocks_of = lax.div(so_far[-1] + (block - 1), jnp.int32(block))
+        last_block = jnp.cumsum(blocks_of, dtype=jnp.int32)
+        # A routed row's place: its expert's first block, plus its rank among that expert's rows.
+        place_if = ((last_block - blocks_of) * block)[None, :] + so_far - 1
+        place = jnp.sum(jnp.where(is_of, place_if, 0), axis=1)
+        if held is not None:
+            place = jnp.where(jnp.any(is_of, axis=1), place, num_blocks * block)
+        rows = jnp.arange(routed, dtype=jnp.int32)
+        source = jnp.zeros(num_blocks * block, jnp.int32).at[place].set(rows, mode="drop", unique_indices=held is None)
+        block_idx = jnp.arange(num_blocks, dtype=jnp.int32)
+        expert = jnp.sum(last_block[None, :] <= block_idx[:, None], axis=1, dtype=jnp.int32)
+        return cls(
+            source=source.reshape(num_blocks, block),
+            expert=jnp.minimum(expert, num_held - 1),
+            place=place.reshape(idx.shape),
+            used=last_block[-1],
+            all_held=held is None,
+        )
+
+    def run(self, function: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
+        """function(routed rows of a block, its expert) -> [rows of a block, N], one block after the other.
+
+        Returns:  [R, top_k, N]; garbage for rows of experts that are not held.
+        """
+        num_blocks, block = self.source.shape
+        if self.all_held:
+            _, out = lax.scan(lambda _, inputs: (None, function(*inputs)), None, (self.source, self.expert))
+        else:  # most blocks may be empty
+
+            def body(i: jax.Array, out: jax.Array) -> jax.Array:
+                return out.at[i].set(function(self.source[i], self.expert[i]))
+
+            shape = jax.eval_shape(function, self.source[0], self.expert[0])
+            out = lax.fori_loop(0, self.used, body, jnp.zeros((num_blocks, *shape.shape), shape.dtype))
+        return out.reshape(num_blocks * block, -1)[self.place]
 
 
 def _block_rows(routed: int, num_experts: int) -> int:

@@ -6,6 +6,9 @@ plain, speculative, batched and sharded decoding choose the same token for the s
 Only sums of probabilities round; maxima, top candidates, counts and first ids are exact however the vocabulary is split.
 So the sums alone are bound to eight fixed vocabulary partitions added in order (`partition_sums`, `sum_in_order`), and
 a device that holds some of the partitions forms the same bits as one that holds them all.
+
+Logits are an array with the whole vocabulary, or a list of parts: with `Ranks`, part r of eight holds ids r W to r W + W - 1.
+Parts stay where they are. What travels is each part's best tokens and sums, and the results are the same on every device.
 """
 
 from __future__ import annotations
@@ -16,17 +19,22 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-NUM_PARTITIONS = 8
+from muse_jax.layout import NUM_RANKS
+from muse_jax.sharding import Ranks
+
+Logits = jax.Array | list[jax.Array]  # the whole vocabulary, or the parts of this device's ranks
+UNCUT = Ranks()
+
 NUM_CANDIDATES = 1024  # sorted best scores that top-k and top-p look at before they fall back to bisection
 
-# A quotient logit / T may overflow below this temperature, so create() takes it for 0.
+# 1 / T, or a logit times it, may overflow below this temperature, so create() takes it for 0.
 _MIN_TEMPERATURE = 1e-30
 _MAX_INT32 = 2**31 - 1
 _CHAIN_SALT = 0x5D15A17E  # on the high word of the seed
@@ -152,77 +160,93 @@ def _unit(bits: jax.Array) -> jax.Array:
     return jnp.minimum((high + low) * 2.0**-32, 1 - 2.0**-24)
 
 
-def choose(logits: jax.Array, pos: jax.Array, params: SamplingParams, valid_vocab: int) -> jax.Array:
+def choose(logits: Logits, pos: jax.Array, params: SamplingParams, valid_vocab: int, ranks: Ranks = UNCUT) -> jax.Array:
     """The next token of every row.
 
-    Args:     logits: [B, V] or [B, T, V] f32, after multiplier and softcap, finite or -inf.  pos: [B] or [B, T] int32,
-              absolute position of the token being chosen (n for the first one after a prompt of n tokens).
-              valid_vocab: static; ids from here on are padding and are never chosen.
+    Args:     logits: [B, V] or [B, T, V] f32, after multiplier and softcap, finite or -inf; or the parts of this device's
+              ranks, [B, W] or [B, T, W].  pos: [B] or [B, T] int32, absolute position of the token being chosen (n for the
+              first one after a prompt of n tokens).  valid_vocab: static; ids from here on are padding and are never chosen.
     Returns:  [B] or [B, T] int32, ties to the lowest id. A row of NaN gives the last valid id.
     Raises:   ValueError if shapes, dtype or valid_vocab do not fit.
     """
-    if pos.shape != logits.shape[:-1]:
-        raise ValueError(f"pos has shape {pos.shape}: expected that of logits without the vocabulary, {logits.shape[:-1]}")
-    scores = filter_scores(logits, params, valid_vocab)
-    if params.mode != SamplingMode.GREEDY:
-        ids = jnp.arange(logits.shape[-1], dtype=jnp.uint32)
-        sampled = _expand(params.temperature, logits.ndim) > 0
-        scores = jnp.where(sampled, scores + gumbel_noise(params.seed_lo, params.seed_hi, pos, ids), scores)
-    # Two reductions in place of jnp.argmax: XLA for CPU evaluates what it fuses into an argmax one number at a time
-    # (V = 202,048 with noise, two cores: 11.0 ms against 1.5 ms, jax 0.10.2).
-    best = jnp.max(scores, axis=-1, keepdims=True)
-    return jnp.min(jnp.where(scores == best, _ids(scores), valid_vocab - 1), axis=-1)
+    parts = _checked(logits, params, valid_vocab, ranks)
+    if pos.shape != parts[0].shape[:-1]:
+        raise ValueError(f"pos has shape {pos.shape}: expected that of logits without the vocabulary, {parts[0].shape[:-1]}")
+
+    def best_of_part(scores: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+        if params.mode != SamplingMode.GREEDY:
+            ids = jnp.arange(scores.shape[-1], dtype=jnp.uint32) + first.astype(jnp.uint32)
+            sampled = _expand(params.temperature, scores.ndim) > 0
+            scores = jnp.where(sampled, scores + gumbel_noise(params.seed_lo, params.seed_hi, pos, ids), scores)
+        return _best(scores, _ids(scores, first), valid_vocab - 1)
+
+    best, ids = _gather_pairs(_filter(best_of_part, parts, params, valid_vocab, ranks), ranks)
+    return (ids if ranks.count == 1 else _best(best, ids, valid_vocab - 1)[1])[..., 0]
 
 
-def filter_scores(logits: jax.Array, params: SamplingParams, valid_vocab: int) -> jax.Array:
-    """Scores that `choose` adds noise to: logits / T, and -inf where padding or a filter drops the token.
+def filter_scores(logits: Logits, params: SamplingParams, valid_vocab: int, ranks: Ranks = UNCUT) -> Logits:
+    """Scores that `choose` adds noise to: logits times 1 / T, and -inf where padding or a filter drops the token.
 
     top-k, top-p and min-p follow transformers' warpers in that order, each on what the previous one left. Equal scores
     rank by id, so that of a tied group at the border of top-p the lowest ids stay (transformers leaves this open); top-k
-    keeps all of them. Rows of temperature 0 are not divided and not filtered.
+    keeps all of them. Rows of temperature 0 are not scaled and not filtered.
 
-    Args:     logits: [B, V] or [B, T, V] f32.  valid_vocab: static, from 1 to V.
-    Returns:  f32, shape of logits.
+    Args:     logits: as in `choose`.  valid_vocab: static, from 1 to V.
+    Returns:  f32, in the form and shape of logits.
     Raises:   ValueError if shapes, dtype or valid_vocab do not fit.
     Source:   transformers 5.24.0, generation/logits_process.py.
     """
-    vocab = logits.shape[-1]
-    batch = params.temperature.shape
-    if logits.ndim not in (2, 3) or logits.shape[:1] != batch or logits.dtype != jnp.float32:
-        raise ValueError(
-            f"logits are {logits.dtype}{list(logits.shape)}: expected float32 [B, V] or [B, T, V] with B = {batch[0]}"
-        )
-    if not 1 <= valid_vocab <= vocab:
-        raise ValueError(f"valid_vocab = {valid_vocab}: expected an integer from 1 to V = {vocab}")
-    scores = logits if valid_vocab == vocab else jnp.where(_ids(logits) < valid_vocab, logits, -jnp.inf)
-    if params.mode == SamplingMode.GREEDY:
-        return scores
-
-    temperature, top_k, top_p, min_p = (
-        _expand(x, scores.ndim) for x in (params.temperature, params.top_k, params.top_p, params.min_p)
-    )
-    sampled = temperature > 0
-    scores = scores / jnp.where(sampled, temperature, 1.0)
-    if params.mode == SamplingMode.NOISE:
-        return scores
-    scores = jnp.where(scores == 0, 0.0, scores)  # -0.0 sorts below 0.0 but equals it
-    top_k = jnp.where(sampled & (top_k < vocab), top_k, 0)
-    top_p = jnp.where(sampled, top_p, 1.0)
-    min_p = jnp.where(sampled, min_p, 0.0)
-
-    score, last_id = _border(scores, top_k, top_p)
-    kept = (scores > score) | ((scores == score) & (_ids(scores) <= last_id))
-    kept &= jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True)) >= min_p
-    return jnp.where(kept, scores, -jnp.inf)
+    parts = _checked(logits, params, valid_vocab, ranks)
+    scores = _filter(lambda scores, first: scores, parts, params, valid_vocab, ranks)
+    return scores if isinstance(logits, list) else scores[0]
 
 
-def partition_sums(x: jax.Array) -> jax.Array:
-    """[..., V] -> [..., 8]: the sum of each eighth of the vocabulary, which is padded with zeros to a multiple of eight.
+def mask_padding(parts: list[jax.Array], valid_vocab: int, ranks: Ranks = UNCUT) -> list[jax.Array]:
+    """The parts [..., W] f32 of this device's ranks with -inf for ids from `valid_vocab` on."""
+    padding = _padding(parts, valid_vocab, ranks)
+    if padding is None:
+        return parts
+    return ranks.run(functools.partial(_masked, padding=padding), parts, first_ids(parts, ranks))
+
+
+def top_candidates(parts: list[jax.Array], k: int, ranks: Ranks = UNCUT) -> tuple[jax.Array, jax.Array]:
+    """The largest numbers of the whole vocabulary, merged from those of each part.
+
+    Args:     parts: of this device's ranks, [..., W] f32.  k: static, at most V.
+    Returns:  values [..., k] f32, best first, and ids [..., k] int32; equal values by rising ids.
+    """
+
+    def top_k(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+        # The barriers keep slices of the results from reaching the top-k: XLA for CPU would see a sort of the whole
+        # vocabulary in it (15 x 3,072 logits on two cores: 6.6 ms against 0.1 ms, jax 0.10.2). One barrier for both would
+        # make its partitioner fail.
+        values, places = lax.top_k(x, k)
+        return lax.optimization_barrier(values), lax.optimization_barrier(places)
+
+    def top_of_part(part: jax.Array, first: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values, places = top_k(part, min(k, part.shape[-1]))
+        return values, first + places
+
+    values, ids = _gather_pairs(ranks.run(top_of_part, parts, first_ids(parts, ranks)), ranks)
+    if ranks.count > 1:
+        # Parts side by side are in the order of ids wherever values are equal.
+        values, places = top_k(values, k)
+        ids = jnp.take_along_axis(ids, places, axis=-1)
+    return values, ids
+
+
+def first_ids(parts: list[jax.Array], ranks: Ranks) -> list[jax.Array]:
+    """The first token id of each part, int32 scalars."""
+    return [ranks.index(i) * parts[0].shape[-1] for i in range(ranks.local)]
+
+
+def partition_sums(x: jax.Array, count: int = NUM_RANKS) -> jax.Array:
+    """[..., V] -> [..., count]: the sum of each of `count` partitions, of which the last is padded with zeros.
 
     The tree of additions is written out: XLA orders a reduction by the shape and the fusion it finds it in.
     """
-    size = -(-x.shape[-1] // NUM_PARTITIONS)
-    x = _pad_last(x, 0, size * NUM_PARTITIONS - x.shape[-1]).reshape(*x.shape[:-1], NUM_PARTITIONS, size)
+    size = -(-x.shape[-1] // count)
+    x = _pad_last(x, 0, size * count - x.shape[-1]).reshape(*x.shape[:-1], count, size)
     width = 1 << (size - 1).bit_length()
     x = _pad_last(x, 0, width - size)
     while width > 1:
@@ -233,22 +257,119 @@ def partition_sums(x: jax.Array) -> jax.Array:
 
 def sum_in_order(partials: jax.Array) -> jax.Array:
     """[..., 8] -> [..., 1]: partial sums added from partition 0 to partition 7."""
-    return functools.reduce(jnp.add, jnp.split(partials, NUM_PARTITIONS, axis=-1))
+    return functools.reduce(jnp.add, jnp.split(partials, NUM_RANKS, axis=-1))
 
 
-def _border(scores: jax.Array, top_k: jax.Array, top_p: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The last token that top-k and top-p keep, in the order of falling scores and, among equals, rising ids.
+def ordered_sum(function: Callable[..., jax.Array], ranks: Ranks, *args: Any) -> jax.Array:
+    """The sum of `function` of each part over the whole vocabulary, [..., 1]; arguments as `Ranks.run` takes them."""
+    partials = ranks.run(lambda *args: partition_sums(function(*args), NUM_RANKS // ranks.count), *args)
+    return sum_in_order(ranks.gather(partials, axis=-1))
 
-    Args:     scores: [..., V] f32.  top_k: [..., 1] int32 below V, 0: off.  top_p: [..., 1] f32, 1: off.
-    Returns:  its score [..., 1] f32 and id [..., 1] int32 (V - 1 where all tokens of that score stay).
-    """
-    vocab = scores.shape[-1]
-    best, best_ids = lax.top_k(scores, min(NUM_CANDIDATES, vocab))  # equal scores: lowest id first
-    top = jnp.max(scores, axis=-1, keepdims=True)  # a slice of `best` would keep XLA from seeing a top-k in its sort
 
+def _checked(logits: Logits, params: SamplingParams, valid_vocab: int, ranks: Ranks) -> list[jax.Array]:
+    """The logits as a list of parts."""
+    parts = logits if isinstance(logits, list) else [logits]
+    if len(parts) != ranks.local or any(part.shape != parts[0].shape for part in parts):
+        shapes = ", ".join(str(list(part.shape)) for part in parts)
+        raise ValueError(f"logits are of shapes {shapes}: expected {ranks.local} of one shape, one for each of the ranks here")
+    batch, vocab = params.temperature.shape, ranks.count * parts[0].shape[-1]
+    for part in parts:
+        if part.ndim not in (2, 3) or part.shape[:1] != batch or part.dtype != jnp.float32:
+            raise ValueError(
+                f"logits are {part.dtype}{list(part.shape)}: expected float32 [B, V] or [B, T, V] with B = {batch[0]}"
+            )
+    if not 1 <= valid_vocab <= vocab:
+        raise ValueError(f"valid_vocab = {valid_vocab}: expected an integer from 1 to V = {vocab}")
+    return parts
+
+
+def _padding(parts: list[jax.Array], valid_vocab: int, ranks: Ranks) -> int | None:
+    """The first id of padding; None without any."""
+    return valid_vocab if valid_vocab < ranks.count * parts[0].shape[-1] else None
+
+
+def _masked(part: jax.Array, first: jax.Array, padding: int) -> jax.Array:
+    return jnp.where(_ids(part, first) < padding, part, -jnp.inf)
+
+
+def _best(scores: jax.Array, ids: jax.Array, otherwise: int) -> tuple[jax.Array, jax.Array]:
+    """The best score [..., 1] and the lowest of its ids [..., 1]; `otherwise` for NaN."""
+    # Two reductions in place of jnp.argmax: XLA for CPU evaluates what it fuses into an argmax one number at a time
+    # (V = 202,048 with noise, two cores: 11.0 ms against 1.5 ms, jax 0.10.2).
+    best = jnp.max(scores, axis=-1, keepdims=True)
+    return best, jnp.min(jnp.where(scores == best, ids, otherwise), axis=-1, keepdims=True)
+
+
+def _gather_pairs(pairs: list[tuple[jax.Array, jax.Array]], ranks: Ranks) -> tuple[jax.Array, jax.Array]:
+    """f32 values and int32 ids of all parts side by side, on every device; both travel at once. [..., n] each."""
+    if ranks.count == 1:
+        return pairs[0]
+    packed = [jnp.stack([lax.bitcast_convert_type(values, jnp.int32), ids], axis=-2) for values, ids in pairs]
+    packed = ranks.gather(packed, axis=-1)
+    return lax.bitcast_convert_type(packed[..., 0, :], jnp.float32), packed[..., 1, :]
+
+
+class _Border(NamedTuple):
+    """The last token that top-k and top-p keep, in the order of falling scores and, among equals, rising ids."""
+
+    score: jax.Array  # [..., 1] f32
+    last_id: jax.Array  # [..., 1] int32; V - 1 where all tokens of that score stay
+    top: jax.Array  # [..., 1] f32, the best score
+
+
+def _filter(function: Callable, parts: list[jax.Array], params: SamplingParams, valid_vocab: int, ranks: Ranks) -> list:
+    """`function` of the filtered scores and the first id of each part."""
+    firsts, padding = first_ids(parts, ranks), _padding(parts, valid_vocab, ranks)
+    inverse = _inverse_temperature(params, parts[0].ndim)
+
+    def scale(logits: jax.Array, first: jax.Array, inverse: jax.Array | None) -> jax.Array:
+        scores = logits if padding is None else _masked(logits, first, padding)
+        if inverse is None:
+            return scores
+        scores = scores * inverse
+        # -0.0 sorts below 0.0 but equals it. This choice also keeps XLA from contracting the product with a sum.
+        return jnp.where(scores == 0, 0.0, scores)
+
+    if params.mode != SamplingMode.FILTERED:
+        return ranks.run(lambda logits, first, inverse: function(scale(logits, first, inverse), first), parts, firsts, inverse)
+
+    def drop(scores: jax.Array, first: jax.Array, border: _Border) -> Any:
+        min_p = _where_sampled(params, params.min_p, 0.0, scores.ndim)
+        dropped = (scores < border.score) | ((scores == border.score) & (_ids(scores, first) > border.last_id))
+        dropped |= jnp.exp(scores - border.top) < min_p
+        return function(jnp.where(dropped, -jnp.inf, scores), first)
+
+    scores = ranks.run(scale, parts, firsts, inverse)
+    return ranks.run(drop, scores, firsts, _border(scores, params, ranks))
+
+
+def _inverse_temperature(params: SamplingParams, ndim: int) -> jax.Array | None:
+    """[B, 1, ...] of rank `ndim`; 1 where the temperature is 0, None where it is 0 everywhere."""
+    if params.mode == SamplingMode.GREEDY:
+        return None
+    # XLA for CPU would replace some divisions of parts by the temperature with products, and not others (jax 0.10.2). The
+    # smallest normal number, because a smaller one may count as 0, and 0 times -inf is NaN.
+    inverse = 1.0 / _where_sampled(params, params.temperature, 1.0, ndim)
+    return jnp.maximum(inverse, jnp.finfo(jnp.float32).tiny)
+
+
+def _where_sampled(params: SamplingParams, setting: jax.Array, otherwise: float, ndim: int) -> jax.Array:
+    """A setting of rows whose temperature is above 0, [B, 1, ...] of rank `ndim`."""
+    return _expand(jnp.where(params.temperature > 0, setting, jnp.asarray(otherwise, setting.dtype)), ndim)
+
+
+def _border(scores: list[jax.Array], params: SamplingParams, ranks: Ranks) -> _Border:
+    """scores: parts [..., W] f32 without -0.0."""
+    ndim, vocab = scores[0].ndim, ranks.count * scores[0].shape[-1]
+    top_k = _where_sampled(params, jnp.where(params.top_k < vocab, params.top_k, 0), 0, ndim)
+    top_p = _where_sampled(params, params.top_p, 1.0, ndim)
+
+    best, best_ids = top_candidates(scores, min(NUM_CANDIDATES, vocab), ranks)
+    # Of the whole, XLA for CPU finds the maximum beside the top-k and goes on from it.
+    top = jnp.max(scores[0], axis=-1, keepdims=True) if ranks.count == 1 else best[..., :1]
     kth = jnp.take_along_axis(best, jnp.clip(top_k - 1, 0, best.shape[-1] - 1), axis=-1)
     floor = jnp.where(top_k > 0, kth, -jnp.inf)
-    limit = _mass_limit(_weights(scores, floor, top), top_p)
+    limit = _mass_limit(ordered_sum(_weights, ranks, scores, floor, top), top_p)
     mass = jnp.cumsum(_weights(best, floor, top), axis=-1)
     mass_before = _pad_last(mass[..., :-1], 1, 0)
     num_kept = jnp.sum((mass_before < limit) & (best >= floor), axis=-1, keepdims=True, dtype=jnp.int32)
@@ -259,37 +380,49 @@ def _border(scores: jax.Array, top_k: jax.Array, top_p: jax.Array) -> tuple[jax.
     beyond = (top_k > best.shape[-1]) | ((top_p < 1) & (mass[..., -1:] < limit))
 
     def bisect() -> tuple[jax.Array, jax.Array]:
-        exact_score, exact_id = _border_by_bisection(scores, top, top_k, top_p)
+        exact_score, exact_id = _border_by_bisection(scores, top, top_k, top_p, ranks)
         # Row by row, so that a row's choice does not depend on its neighbours in the batch.
         return jnp.where(beyond, exact_score, score), jnp.where(beyond, exact_id, last_id)
 
-    return lax.cond(jnp.any(beyond), bisect, lambda: (score, last_id))
+    # Every device has the same `beyond`, so all or none of them exchange sums.
+    return _Border(*lax.cond(jnp.any(beyond), bisect, lambda: (score, last_id)), top)
 
 
-def _border_by_bisection(scores: jax.Array, top: jax.Array, top_k: jax.Array, top_p: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`_border` for any border, from passes over all scores that count or sum; nothing is sorted."""
-    keys, ids = _ordered_keys(scores), _ids(scores)
+def _border_by_bisection(
+    scores: list[jax.Array], top: jax.Array, top_k: jax.Array, top_p: jax.Array, ranks: Ranks
+) -> tuple[jax.Array, jax.Array]:
+    """Score and id of `_border` for any border, from passes over all scores that count or sum; nothing is sorted.
+
+    top_k: [..., 1] int32 below V, 0: off.  top_p: [..., 1] f32, 1: off.
+    """
+    firsts, keys = first_ids(scores, ranks), ranks.run(_ordered_keys, scores)
 
     def smallest_score(holds: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        return _from_ordered_keys(_smallest(lambda key: holds(keys > key), top.shape, num_bits=32))
+        return _from_ordered_keys(_smallest(holds, top.shape, num_bits=32))
 
-    def count(mask: jax.Array) -> jax.Array:
-        return jnp.sum(mask, axis=-1, keepdims=True, dtype=jnp.int32)
+    def count(mask: Callable[..., jax.Array], *args: Any) -> jax.Array:
+        return ranks.count_sum(ranks.run(lambda *args: jnp.sum(mask(*args), axis=-1, keepdims=True, dtype=jnp.int32), *args))
 
-    floor = jnp.where(top_k > 0, smallest_score(lambda above: count(above) < top_k), -jnp.inf)
-    weights = _weights(scores, floor, top)
-    limit = _mass_limit(weights, top_p)
+    floor = jnp.where(top_k > 0, smallest_score(lambda key: count(jnp.greater, keys, key) < top_k), -jnp.inf)
+    weights = ranks.run(_weights, scores, floor, top)
 
-    def mass(mask: jax.Array) -> jax.Array:
-        return sum_in_order(partition_sums(jnp.where(mask, weights, 0.0)))
+    def mass_above(key: jax.Array) -> jax.Array:
+        return ordered_sum(lambda weights, keys, key: jnp.where(keys > key, weights, 0.0), ranks, weights, keys, key)
 
-    score = jnp.maximum(floor, smallest_score(lambda above: mass(above) < limit))
-    tied = scores == score
-    # Token j of the tied ones, each of weight w, stays while mass(above) + j w < limit: always, if top-p is off.
-    num_tied = jnp.ceil((limit - mass(scores > score)) / jnp.exp(score - top))
-    num_tied = jnp.minimum(num_tied, count(tied).astype(jnp.float32)).astype(jnp.int32)
+    limit = _mass_limit(ordered_sum(lambda weights: weights, ranks, weights), top_p)
+    score = jnp.maximum(floor, smallest_score(lambda key: mass_above(key) < limit))
+    key = _ordered_keys(score)
+    # Token j of the tied ones, each of weight w, stays while mass_above(key) + j w < limit: always, if top-p is off.
+    num_tied = jnp.ceil((limit - mass_above(key)) / jnp.exp(score - top))
+    num_tied = jnp.minimum(num_tied, count(jnp.equal, keys, key).astype(jnp.float32)).astype(jnp.int32)
+
+    def tied_up_to(keys: jax.Array, first: jax.Array, key: jax.Array, last_id: jax.Array) -> jax.Array:
+        return (keys == key) & (_ids(keys, first) <= last_id)
+
     last_id = _smallest(
-        lambda i: count(tied & (ids <= i.astype(jnp.int32))) >= num_tied, top.shape, num_bits=ids.size.bit_length()
+        lambda i: count(tied_up_to, keys, firsts, key, i.astype(jnp.int32)) >= num_tied,
+        top.shape,
+        num_bits=(ranks.count * scores[0].shape[-1]).bit_length(),
     )
     return score, last_id.astype(jnp.int32)
 
@@ -299,9 +432,9 @@ def _weights(scores: jax.Array, floor: jax.Array, top: jax.Array) -> jax.Array:
     return jnp.where((scores >= floor) & (scores > -jnp.inf), jnp.exp(scores - top), 0.0)
 
 
-def _mass_limit(weights: jax.Array, top_p: jax.Array) -> jax.Array:
-    """top-p keeps a token while the weights before it sum to less than this [..., 1]."""
-    return jnp.where(top_p < 1, top_p * sum_in_order(partition_sums(weights)), jnp.inf)
+def _mass_limit(total: jax.Array, top_p: jax.Array) -> jax.Array:
+    """top-p keeps a token while the weights before it sum to less than this. All [..., 1]."""
+    return jnp.where(top_p < 1, top_p * total, jnp.inf)
 
 
 def _smallest(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...], num_bits: int) -> jax.Array:
@@ -343,9 +476,9 @@ def _pad_last(x: jax.Array, before: int, after: int) -> jax.Array:
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(before, after)])
 
 
-def _ids(scores: jax.Array) -> jax.Array:
-    """Token ids [1, ..., V] int32 of the rank of `scores`."""
-    return lax.broadcasted_iota(jnp.int32, (1,) * (scores.ndim - 1) + scores.shape[-1:], scores.ndim - 1)
+def _ids(part: jax.Array, first: jax.Array) -> jax.Array:
+    """Token ids [1, ..., W] int32 of a part [..., W] that begins with id `first`."""
+    return first + lax.broadcasted_iota(jnp.int32, (1,) * (part.ndim - 1) + part.shape[-1:], part.ndim - 1)
 
 
 def _is_integer(x: Any) -> bool:

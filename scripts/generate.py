@@ -444,13 +444,21 @@ def make_mesh(num_devices: int | None) -> Mesh | None:
 
     from muse_jax import sharding
 
-    virtual = jax.config.jax_num_cpu_devices == -1 and "device_count" not in os.environ.get("XLA_FLAGS", "")
-    if virtual and num_devices in sharding.MESH_SIZES:
-        jax.config.update("jax_num_cpu_devices", num_devices)  # has no effect on GPUs
+    virtual = num_devices in sharding.MESH_SIZES and virtual_devices(num_devices)
     mesh = sharding.make_mesh(num_devices)
     if virtual and num_devices > 1 and mesh.devices.flat[0].platform == "cpu":
         note(f"{num_devices} virtual devices share this CPU: for trying out sharding, not for speed")
     return mesh
+
+
+def virtual_devices(count: int) -> bool:
+    """Has a CPU stand in for so many devices of this process, unless the user has already said how many; no effect on GPUs."""
+    import jax
+
+    free = jax.config.jax_num_cpu_devices == -1 and "device_count" not in os.environ.get("XLA_FLAGS", "")
+    if free:
+        jax.config.update("jax_num_cpu_devices", count)
+    return free
 
 
 @contextlib.contextmanager

@@ -6,21 +6,26 @@ import zlib
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 
 import dataclasses
+import functools
 import importlib.util
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 import tokenizers
+from jax.sharding import Mesh
 
+import checkpoints
 import muse_jax
 from checkpoints.hf import save_draft, save_hf
 from muse_jax.config import TINY, AttentionKind, MLPKind, ModelConfig
 from muse_jax.draft_config import DraftConfig
 from muse_jax.layout import parameter_tree
+from muse_jax.sharding import ShardingConfig, placement
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -107,6 +112,22 @@ def small_params(small_config) -> dict:
         return array
 
     return parameter_tree(small_config, draw)
+
+
+@pytest.fixture(scope="session")
+def put_on_mesh() -> Callable[[ModelConfig | DraftConfig, dict, Mesh, ShardingConfig], dict]:
+    """Parameters of the host as arrays of a mesh."""
+
+    def put_all(config, params, mesh, how) -> dict:
+        put = checkpoints.sharded_put(*placement(mesh, how))
+
+        def leaf(spec):
+            array = functools.reduce(lambda tree, key: tree[key], spec.path, params)
+            return put(spec, spec.param_shape, array.dtype, lambda index: np.ascontiguousarray(array[index]))
+
+        return parameter_tree(config, leaf)
+
+    return put_all
 
 
 NUM_TOKENS = 259  # bytes, <s>, </s>, <pad>

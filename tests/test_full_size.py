@@ -1,9 +1,11 @@
 """The released model of 816 billion parameters as shapes: it builds, traces and lowers on a laptop."""
 
 import collections
-import functools
+import math
 import re
 import resource
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +13,15 @@ import pytest
 from flax import nnx
 
 from muse_jax import decoding, sharding
-from muse_jax.config import MUSE_SPARK_OPEN, AttentionKind
-from muse_jax.decoding import DecodeState, Model
-from muse_jax.draft import DFlash2
-from muse_jax.draft_config import DraftConfig, default_target_layer_ids
-from muse_jax.layout import draft_tensors, parameter_tree
+from muse_jax.config import MUSE_SPARK_OPEN
+from muse_jax.decoding import Model
+from muse_jax.layout import draft_tensors, packed_tensors
 from muse_jax.model import MuseSpark
-from muse_jax.sampling import SamplingParams
-from muse_jax.sharding import make_mesh
+from muse_jax.sharding import ShardingConfig, make_mesh
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))  # as where the script is started
+
+import show_collectives
 
 BATCH, SLOTS, CHUNK, TREE = 1, 131_072, 512, 16
 MAX_RSS_GROWTH_KB = 1 << 20  # the smallest sharded copy of the weights would be 190 GiB
@@ -29,31 +32,7 @@ def memory():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-# A draft of the published shape; head size and FFN width are those of a relative, the file's are not known.
-DRAFT = DraftConfig(
-    vocab_size=202_048,
-    hidden_size=8192,
-    num_hidden_layers=5,
-    num_attention_heads=64,
-    num_key_value_heads=8,
-    head_dim=128,
-    intermediate_size=24_576,
-    rms_norm_eps=1e-5,
-    rope_theta=500_000.0,
-    layer_types=(AttentionKind.SLIDING,) * 5,
-    sliding_window=2048,
-    is_causal=False,
-    attention_bias=False,
-    target_layer_ids=default_target_layer_ids(62, 5),
-    mask_token_id=201_818,
-    block_size=16,
-    conv_kernel_size=2,
-    conv_group_size=16,
-    selector_rank=256,
-    selector_top_k=16,
-    output_multiplier=MUSE_SPARK_OPEN.output_multiplier,
-    final_logit_softcapping=MUSE_SPARK_OPEN.final_logit_softcapping,
-)
+MUSE_SPARK_NVFP4, DRAFT = show_collectives.full_size()
 
 
 @pytest.fixture(scope="module")
@@ -62,19 +41,20 @@ def mesh():
 
 
 @pytest.fixture(scope="module")
-def model(memory, mesh) -> Model:
-    def shapes(config):
-        def leaf(spec):
-            where = sharding.param_sharding(spec, mesh)
-            dtype = spec.dtype_in(jnp.bfloat16)
-            return jax.ShapeDtypeStruct(spec.param_shape, dtype, sharding=where)
+def step(memory, mesh):
+    """Model and state as shapes, each array where it lives."""
+    how = ShardingConfig(mesh.size)
+    return show_collectives.abstract_step(MUSE_SPARK_NVFP4, DRAFT, mesh, how, jnp.bfloat16, TREE, slots=SLOTS)
 
-        return parameter_tree(config, leaf)
 
-    dtype = jnp.dtype(jnp.bfloat16)
-    module, draft = MuseSpark(MUSE_SPARK_OPEN, dtype=dtype), DFlash2(DRAFT, dtype=dtype)
-    params = {"params": shapes(MUSE_SPARK_OPEN), "draft": draft, "draft_params": shapes(DRAFT)}
-    return Model.create(module, **params, speculation="tree", tree_size=TREE)
+@pytest.fixture(scope="module")
+def model(step) -> Model:
+    return step[0]
+
+
+@pytest.fixture(scope="module")
+def caches(step):
+    return step[1].cache, step[1].draft_cache
 
 
 @pytest.fixture(scope="module")
@@ -85,28 +65,13 @@ def shaped(mesh):
 
 
 @pytest.fixture(scope="module")
-def caches(model, mesh, shaped):
-    def placed(cache, config):
-        where = sharding.cache_sharding(config, mesh)
-        layers = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), cache.layers)
-        return decoding.KVCache(layers, shaped(cache.ring_positions))
-
-    caches = jax.eval_shape(functools.partial(decoding.empty_caches, batch=BATCH, slots=SLOTS), model)
-    return tuple(placed(cache, config) for cache, config in zip(caches, (MUSE_SPARK_OPEN, DRAFT), strict=True))
+def traced(step):
+    return jax.jit(decoding.decode, donate_argnames="state").trace(*step)
 
 
-@pytest.fixture(scope="module")
-def state(caches, shaped):
-    row = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
-    done = jax.ShapeDtypeStruct((BATCH,), jnp.bool)
-    stops = jax.ShapeDtypeStruct((BATCH, 1), jnp.int32)
-    sampling = SamplingParams.create(BATCH, temperature=1.0)
-    return DecodeState(*caches, *shaped((row, row, row, done, stops, sampling)), num_rows=TREE)
-
-
-@pytest.fixture(scope="module")
-def traced(model, state):
-    return jax.jit(decoding.decode, donate_argnames="state").trace(model, state)
+def layer_calls(text: str) -> int:
+    """XLA keeps each layer as a call of its own."""
+    return len(re.findall(r'call @_run_layer\w*\(.*inlineable = "false"', text))
 
 
 def test_62_layers_build_as_shapes():
@@ -136,8 +101,10 @@ def test_decode_lowers_for_eight_devices(traced, mesh):
     """Each kind of layer is one function of the module, called 62 times in all."""
     text = traced.lower().as_text()
     assert "mhlo.num_partitions = 8" in text
-    assert len(re.findall(r"func\.func private @_run_layer", text)) == 2
-    assert len(re.findall(r"call @_run_layer", text)) == 62
+    assert (
+        len(re.findall(r"func\.func private @_run_layer", text)) == 8
+    )  # four kinds, as the first and the last have bf16 experts
+    assert layer_calls(text) == 62
     new_state, out = traced.out_info
     assert new_state.cache.layers[1][0].shape == (BATCH, 16, SLOTS, 64)
     assert new_state.draft_cache.layers[0][0].shape == (BATCH, 8, 2047 + TREE, 128)
@@ -153,7 +120,7 @@ def test_draft_is_as_large_as_the_specification_says():
 
 def test_decode_lowers_for_a_gpu(traced):
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert len(re.findall(r"call @_run_layer", text)) == 62
+    assert layer_calls(text) == 62
 
 
 def test_prefill_lowers_for_eight_devices(model, caches, shaped):
@@ -163,13 +130,23 @@ def test_prefill_lowers_for_eight_devices(model, caches, shaped):
     step = jax.jit(decoding.prefill_chunk, donate_argnames=("caches", "last"))
     lowered = step.lower(model, caches, *shaped((last, tokens, start, lengths)))
     text = lowered.as_text()
-    assert len(re.findall(r"func\.func private @_run_layer", text)) == 2
-    assert len(re.findall(r"call @_run_layer", text)) == 62
+    assert layer_calls(text) == 62
     # Nothing has the size of queries x positions: chunks meet a long cache block by block.
-    largest = max(int(a) * int(b) for a, b in re.findall(r"tensor<1x16x(\d+)x(\d+)xf32>", text))
+    largest = max(int(a) * int(b) for a, b in re.findall(r"tensor<1x2x(\d+)x(\d+)xf32>", text))
     assert largest < CHUNK * SLOTS // 8
 
 
 def test_nothing_was_allocated(memory, traced):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < MAX_RSS_GROWTH_KB
     assert max((x.nbytes for x in jax.live_arrays()), default=0) < 1 << 20
+
+
+def test_a_device_has_an_eighth_of_the_weights_and_needs_little_besides(traced, step):
+    """Compiled, not only lowered. Temporaries on a CPU are what it widens: lm_head and the largest matrices of a layer."""
+    model, state = step
+    compiled = traced.lower().compile()
+    memory = compiled.memory_analysis()
+    weights = sum(tensor.nbytes for config in (MUSE_SPARK_NVFP4, DRAFT) for tensor in packed_tensors(config, 8))
+    others = sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert memory.argument_size_in_bytes == pytest.approx(weights + others, abs=4096)  # which also counts an alignment
+    assert memory.temp_size_in_bytes < 2e9

@@ -23,7 +23,7 @@ from muse_jax.model import MuseSpark
 from muse_jax.numerics import HF, NUMERICS, SERVING, Numerics
 from muse_jax.nvfp4 import NVFP4Weight
 from muse_jax.sampling import SamplingParams
-from muse_jax.sharding import make_mesh, param_sharding
+from muse_jax.sharding import ShardingConfig, make_mesh
 
 E2M1, E4M3, BF16 = ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16
 
@@ -281,16 +281,16 @@ def test_fresh_and_abstract_parameters(dtype):
 # ---- Decoding ----
 
 
-def make_muse(config, params, draft_config=None, draft_params=None, put=jnp.asarray, mesh=None, **settings) -> muse_jax.Muse:
-    def leaf(spec):
-        value = at(params, spec.path)
-        return put(value, param_sharding(spec, mesh)) if mesh is not None else put(value)
+def make_muse(config, params, draft_config=None, draft_params=None, mesh=None, put_on_mesh=None, **settings) -> muse_jax.Muse:
+    how = ShardingConfig(None if mesh is None else mesh.size)
+    draft = None if draft_config is None else DFlash2(draft_config, dtype=jnp.dtype(jnp.float32), sharding=how)
+    module = MuseSpark(config, dtype=jnp.dtype(jnp.float32), sharding=how, **settings)
 
-    draft = None if draft_config is None else DFlash2(draft_config, dtype=jnp.dtype(jnp.float32))
-    module = MuseSpark(config, dtype=jnp.dtype(jnp.float32), **settings)
-    where = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    drafted = None if draft is None else jax.device_put(draft_params, where)
-    model = Model.create(module, parameter_tree(config, leaf), draft=draft, draft_params=drafted, valid_vocab=259)
+    def put(config, params):
+        return on_device(params) if mesh is None else put_on_mesh(config, params, mesh, how)
+
+    drafted = None if draft is None else put(draft_config, draft_params)
+    model = Model.create(module, put(config, params), draft=draft, draft_params=drafted, valid_vocab=259, mesh=mesh)
     return muse_jax.Muse(model, config, draft_config, None, mesh, "xla", 512, 64)
 
 
@@ -335,14 +335,13 @@ def test_decoding_plain_and_speculative(rng, packed_small, small_draft_config, s
 
 
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
-def test_a_mesh_of_eight(rng, packed_small, small_draft_config, small_draft_params, activations):
+def test_a_mesh_of_eight(rng, packed_small, small_draft_config, small_draft_params, put_on_mesh, activations):
     """Codes and block scales are split by rows, global scales are everywhere; tokens are those of one device."""
     config, params = packed_small
     prompts = [rng.integers(0, 259, n).tolist() for n in (7, 10)]
     mesh = make_mesh(8)
-    sharded = make_muse(
-        config, params, small_draft_config, small_draft_params, put=jax.device_put, mesh=mesh, activations=activations
-    )
+    drafted = (config, params, small_draft_config, small_draft_params)
+    sharded = make_muse(*drafted, mesh=mesh, put_on_mesh=put_on_mesh, activations=activations)
     gate_up = sharded.model.params["layers"][0]["mlp"]["gate_up"]
     assert gate_up["codes"].sharding.shard_shape(gate_up["codes"].shape) == (8, 2, 4, 16)
     assert gate_up["block_scales"].sharding.shard_shape(gate_up["block_scales"].shape) == (8, 2, 4, 2)

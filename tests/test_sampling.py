@@ -410,6 +410,8 @@ class TestChoice:
         pos = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (2, length))
         tokens = np.asarray(jit_choose(logits, pos, SamplingParams.create(2, **settings), valid))
         assert tokens.min() >= 0 and tokens.max() < valid
+        if np.isnan(level):
+            assert tokens.min() == valid - 1
         if level == 0.0 and settings:
             assert set(tokens.ravel()) == set(range(valid)) if "top_p" not in settings else tokens.max() > 0
 
@@ -420,7 +422,10 @@ class TestChoice:
             cold = SamplingParams.create(1, temperature=1e-30, **filters)
             np.testing.assert_array_equal(jit_choose(logits, pos, cold, 40), jnp.argmax(logits, axis=-1))
             hot = SamplingParams.create(1, temperature=3e38, **filters)
-            assert len(set(np.asarray(jit_choose(logits, pos, hot, 40)).ravel())) > 10
+            impossible = logits.at[..., 7].set(-jnp.inf)
+            drawn = set(np.asarray(jit_choose(impossible, pos, hot, 38)).ravel().tolist())
+            assert len(drawn) > 10 and not drawn & {7, 38, 39}
+            assert (jit_filter(impossible, hot, 38)[..., jnp.array([7, 38, 39])] == -jnp.inf).all()
 
     @pytest.mark.parametrize(
         "shape, pos_shape, valid, message",

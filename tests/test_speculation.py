@@ -201,7 +201,8 @@ def propose_planted(plan, kind, lattice, ids, anchor, start, sampling, size):
 @functools.partial(compile_once, donate_argnames="state")
 def planted_decode(model, state, plan):
     with mock.patch.object(decoding, "propose", functools.partial(propose_planted, plan)):
-        return decoding.decode_and_trace(model, state)
+        state, out, (nodes, path, _) = decoding.decode_and_trace(model, state)
+    return state, out, (nodes, path)
 
 
 @dataclasses.dataclass

@@ -170,7 +170,7 @@ def sharded_target(config, arrays):
     mesh = Mesh(np.array(jax.devices()[:8]), ("tp",))
 
     def leaf(spec):
-        axes = ["tp" if spec.is_split(8) and axis == spec.shard_axis else None for axis in range(len(spec.param_shape))]
+        axes = ["tp" if axis == spec.shard_axis and spec.num_parts == 8 else None for axis in range(len(spec.param_shape))]
         sharding = NamedSharding(mesh, PartitionSpec(*axes))
         return jax.ShapeDtypeStruct(spec.param_shape, arrays[spec.name].dtype, sharding=sharding)
 
@@ -543,7 +543,7 @@ def test_chunks_and_pieces_of_the_released_model(nvfp4_layers):
         dtype, shape = spec.dtype_in(BF16), spec.param_shape
         chunk = orbax._chunk_shape(spec, dtype)
         assert math.prod(chunk) * dtype.itemsize <= 32 << 20
-        if spec.is_split(8):
+        if spec.shard_axis is not None:
             assert (shape[spec.shard_axis] // 8) % chunk[spec.shard_axis] == 0
         sink = OrbaxSink.__new__(OrbaxSink)  # of which pieces() needs the dtypes only
         sink._dtypes = {spec.name: dtype}
