@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from muse_jax import decoding, sharding
+from muse_jax import decoding, distributed, sharding
 from muse_jax.backends import resolve_backend
 from muse_jax.config import ModelConfig
 from muse_jax.decoding import DecodeState, Model, StepOutput
@@ -181,6 +181,8 @@ class Muse:
         self._prefill_chunk = jax.jit(decoding.prefill_chunk, donate_argnames=("caches", "last"))
         self._first_token = jax.jit(decoding.first_token, donate_argnames="caches")
         self._decode = jax.jit(decoding.decode, donate_argnames="state")
+        for name in ("_logits", "_prefill_chunk", "_first_token", "_decode"):
+            setattr(self, name, distributed.one_at_a_time(getattr(self, name), self.mesh))
 
     def __repr__(self) -> str:
         layers, width, devices = (
@@ -338,7 +340,7 @@ class Muse:
 
     def _put(self, tree: Any) -> Any:
         """To the device, or to every device of the mesh."""
-        return jax.device_put(tree, None if self.mesh is None else sharding.replicated(self.mesh))
+        return jax.device_put(tree) if self.mesh is None else distributed.put_replicated(tree, self.mesh)
 
     @functools.cached_property
     def _empty_caches(self) -> Callable:

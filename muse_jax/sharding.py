@@ -226,14 +226,28 @@ ONE_DEVICE = ShardingConfig()
 
 
 def make_mesh(num_devices: int) -> Mesh:
-    """A mesh of the first `num_devices` devices. Raises ValueError if there are fewer or the number is not allowed."""
+    """A mesh of the first `num_devices` devices, as many of each process. Raises ValueError if there are fewer or the number
+    is not allowed."""
     if num_devices not in MESH_SIZES:
         raise ValueError(f"devices = {num_devices}: allowed are {', '.join(map(str, MESH_SIZES))}")
-    devices = jax.devices()
+    devices = jax.devices() if jax.process_count() == 1 else _evenly(num_devices)
     if num_devices > len(devices):
         hint = f"; JAX_NUM_CPU_DEVICES={num_devices} makes virtual ones" if devices[0].platform == "cpu" else ""
         raise ValueError(f"devices = {num_devices}: this machine has {len(devices)} ({devices[0].platform}){hint}")
     return Mesh(devices[:num_devices], (AXIS,))
+
+
+def _evenly(num_devices: int) -> list[jax.Device]:
+    """The first devices of every process, `num_devices` in all."""
+    processes, devices = jax.process_count(), []
+    if num_devices % processes:
+        raise ValueError(f"devices = {num_devices}: {processes} processes cannot have the same number of them")
+    for process in range(processes):
+        own, share = jax.local_devices(process_index=process), num_devices // processes
+        if len(own) < share:
+            raise ValueError(f"devices = {num_devices}: {share} in each process, but process {process} has {len(own)}")
+        devices += own[:share]
+    return devices
 
 
 def check_mesh(mesh: Mesh) -> None:

@@ -4,6 +4,8 @@
     python scripts/generate.py --chat --prompt "Ann has 3 pens ..."      answers a question of yours
     cat story.txt | python scripts/generate.py --temperature 0.8         continues a text
     python scripts/generate.py --no-draft                                one token a step, the same text
+    python scripts/generate.py --devices 8 --coordinator hosta:1234 --num-processes 2 --process-id 0      on hosta, and with
+                               --process-id 1 on another host: four devices of each, one text
 
 The text goes to stdout as it comes, figures to stderr. A prompt is continued as it stands, or answered with --chat;
 without one, a sample question is asked, in chat form if the checkpoint has a chat template. Where the checkpoint has a draft,
@@ -11,8 +13,12 @@ each step verifies a tree of the tokens it proposes; the figures then say how ma
 kept in $XDG_CACHE_HOME/muse_jax (~/.cache/muse_jax), so that later runs start faster; JAX_COMPILATION_CACHE_DIR names
 another directory, JAX_ENABLE_COMPILATION_CACHE=0 turns this off.
 
-Exit code: 0; 1 if the device fails (out of memory); 2 for bad arguments or files; 130 after Ctrl-C; 141 if the reader of
-stdout has gone.
+Several processes need the same checkpoint, prompt and arguments, but for --process-id; where these differ, all end. Process 0
+writes the text. A process that does not arrive, dies or is interrupted ends the others with a line that says so and exit
+code 1: after --connect-timeout seconds; at once; 2 s later; and after 30 s if it is stopped or its host or network has gone.
+
+Exit code: 0; 1 if the device fails (out of memory) or another process is lost; 2 for bad arguments or files; 130 after Ctrl-C;
+141 if the reader of stdout has gone.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import signal
@@ -28,6 +35,7 @@ import stat
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -36,6 +44,7 @@ if TYPE_CHECKING:  # JAX takes seconds to import, a mistyped option should not
     from jax.sharding import Mesh
 
     from muse_jax import Generation, Muse
+    from muse_jax.distributed import Group
 
 NAME = "generate.py"
 BUNDLED = Path(__file__).resolve().parent.parent / "checkpoints" / "muse_tiny"
@@ -120,6 +129,7 @@ class Answer:
     prompt_tokens: int = 0
     muse: Muse | None = None
     generation: Generation | None = None
+    group: Group | None = None  # where there are several processes
     seconds_draft: float | None = None  # of one step
     line_open: bool = False  # whether stdout is inside a line
     began: float = dataclasses.field(default_factory=time.perf_counter)
@@ -162,31 +172,65 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code, or raises SystemExit(2) for arguments that do not parse."""
     open_streams()
     args = parse_arguments(argv)
-    answer, interrupts = Answer(), Interrupts()
+    answer = Answer()
+    if args.coordinator is None:
+        return run(args, answer)
+    keep_streams(args)
+    try:
+        exit_code = run(args, answer)
+    except BaseException:  # a second Ctrl-C, too, must not leave this to JAX's own end
+        traceback.print_exc()
+        exit_code = fail(answer, "an error in the program", FAILED)
+    if answer.group is not None:
+        answer.group.exit(exit_code)
+    leave(exit_code, at_once=True)
+
+
+def run(args: argparse.Namespace, answer: Answer) -> int:
+    """Writes answer and figures, or what went wrong. Returns the exit code."""
+    interrupts = Interrupts()
     try:
         try:
             with interrupts.raised():
                 write_answer(args, answer, interrupts)
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left takes no time
+            if answer.group is not None:
+                answer.group.leave("it was interrupted")
             # Tokens may have come whose text was not written yet; text and tokens of --json shall agree.
             if answer.generation is not None:
                 emit(answer, answer.muse.tokenizer.decode(answer.generation.tokens)[len(answer.text) :])
-        print_figures(args, answer)
+        if speaks(args):
+            print_figures(args, answer)
     except BrokenPipeError:
+        if answer.group is not None:
+            answer.group.leave("the reader of its text has gone")
         return broken_pipe()
     except (ValueError, OSError) as error:
-        note(" ".join(str(error).split()))
-        return BAD_INPUT
+        return fail(answer, " ".join(str(error).split()), BAD_INPUT)
     except ModuleNotFoundError as error:
-        note(f"{error.name} is not installed: pip install -e .")
-        return BAD_INPUT
+        return fail(answer, f"{error.name} is not installed: pip install -e .", BAD_INPUT)
     except RuntimeError as error:
+        if type(error).__name__ == "ProcessError":
+            return fail(answer, str(error), FAILED)
         if type(error).__name__ != "JaxRuntimeError":
             raise
-        note(f"the device failed: {str(error).splitlines()[0][:300]}")  # out of memory, most of all
-        return FAILED
+        # Out of memory, most of all; or a lost process, and then the line of the thread that watches it says more.
+        return fail(answer, f"the device failed: {str(error).splitlines()[0][:300]}", FAILED, patience=3.0)
     return INTERRUPTED if interrupts.arrived else 0
+
+
+def fail(answer: Answer, line: str, exit_code: int, patience: float = 0.0) -> int:
+    """Reports an error, to the other processes first."""
+    if answer.group is not None:
+        answer.group.leave(line, patience)
+    note(line)
+    return exit_code
+
+
+def speaks(args: argparse.Namespace) -> bool:
+    """Whether this process writes the text and the figures; of the others only errors are heard."""
+    return not args.process_id
 
 
 def open_streams() -> None:
@@ -199,6 +243,20 @@ def open_streams() -> None:
             stream.reconfigure(errors="replace")
 
 
+def keep_streams(args: argparse.Namespace) -> None:
+    """Keeps stdout and stderr for this script: gloo greets on stdout, and JAX's runtime has a page to say on stderr, stack
+    trace included, where another process is lost. With --verbose both go to stderr."""
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        stream = getattr(sys, name)
+        stream.flush()
+        with contextlib.suppress(OSError):  # not open
+            own = os.dup(stream.fileno())
+            setattr(sys, name, open(own, "w", encoding=stream.encoding, errors="replace"))  # noqa: SIM115
+            os.dup2(2 if args.verbose else os.open(os.devnull, os.O_WRONLY), descriptor)
+    if not speaks(args):
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+
+
 def broken_pipe() -> int:
     """The exit code where the reader of stdout has gone."""
     # Python would complain once more when it flushes stdout at its exit.
@@ -206,9 +264,9 @@ def broken_pipe() -> int:
     return BROKEN_PIPE
 
 
-def leave(exit_code: int) -> NoReturn:
-    """Ends the process."""
-    if exit_code == INTERRUPTED:
+def leave(exit_code: int, at_once: bool = False) -> NoReturn:
+    """Ends the process; at once: without waiting for JAX, which may wait for other processes."""
+    if at_once or exit_code == INTERRUPTED:
         # A compilation may still be running in XLA's threads; the ordinary exit would take the ground from under it.
         with contextlib.suppress(OSError):
             sys.stdout.flush()
@@ -230,13 +288,16 @@ def write_answer(args: argparse.Namespace, answer: Answer, interrupts: Interrupt
         from muse_jax.sampling import SamplingParams
 
     clock.lap("imports")
-    if args.compilation_cache:
+    if args.coordinator is not None:
+        answer.group = join(args, answer, prompt)
+        clock.lap("processes")
+    elif args.compilation_cache:
         use_compilation_cache()
-    mesh = make_mesh(args.devices)
+    mesh = make_mesh(args)
     sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
     SamplingParams.create(1, **sampling)  # a large checkpoint takes minutes to load: check this before
     clock.lap("devices")
-    with loading_bar(interrupts.check) as progress:
+    with loading_bar(interrupts.check, speaks(args)) as progress:
         answer.muse = muse = muse_jax.load(
             args.checkpoint,
             mesh=mesh,
@@ -244,6 +305,7 @@ def write_answer(args: argparse.Namespace, answer: Answer, interrupts: Interrupt
             numerics=args.numerics,
             dtype=args.dtype,
             activations=args.activations,
+            moe_sharding=args.moe_sharding,
             max_length=args.max_length,
             draft=args.draft,
             speculation=args.speculation,
@@ -251,11 +313,13 @@ def write_answer(args: argparse.Namespace, answer: Answer, interrupts: Interrupt
             progress=progress,
         )
     clock.lap("load")
-    if args.verbose:
+    if args.verbose and speaks(args):
         note(describe(muse))
     tokens = encode(muse, args, prompt)
     answer.prompt_tokens = len(tokens)
-    if prompt is None:
+    if answer.group is not None:
+        answer.group.agree(prompt_tokens=digest(tokens))
+    if prompt is None and speaks(args):
         note(f"no prompt, so the question is: {SAMPLE_QUESTION}")
     clock.lap("prompt")
     answer.generation = generation = muse.generate(tokens, max_new_tokens=args.max_new_tokens, **sampling)
@@ -265,11 +329,13 @@ def write_answer(args: argparse.Namespace, answer: Answer, interrupts: Interrupt
         emit(answer, piece)
         interrupts.check()
     end_line(answer)
-    if args.verbose:
+    if args.verbose and speaks(args):
         note(f"start-up: {clock}")
     if generation.accepted and (args.json or args.verbose):  # compiles the draft on its own
         answer.seconds_draft = generation.draft_seconds()
         interrupts.check()
+    if answer.group is not None:
+        answer.group.finish(digest(generation.tokens))
 
 
 class Clock:
@@ -354,8 +420,9 @@ def describe(muse: Muse) -> str:
     devices = jax.devices()[:1] if muse.mesh is None else muse.mesh.devices.ravel().tolist()
     module, model = muse.model.module, muse.model
     draft = "no draft" if muse.draft_config is None else f"draft: {model.speculation} of {model.num_rows}"
+    processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return (
-        f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}, backend {muse.backend}, "
+        f"jax {jax.__version__}, {len(devices)} x {devices[0].device_kind}{processes}, backend {muse.backend}, "
         f"numerics {module.numerics.name}, {module.dtype}, {draft}, "
         f"compilation cache {jax.config.jax_compilation_cache_dir or 'off'}"
     )
@@ -436,17 +503,57 @@ def use_compilation_cache() -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
-def make_mesh(num_devices: int | None) -> Mesh | None:
+# Names of arguments that may differ between processes: they are this process's own, or what they stand for is compared.
+OWN_ARGUMENTS = ("process_id", "coordinator", "connect_timeout", "checkpoint", "draft", "prompt", "prompt_file")
+
+
+def join(args: argparse.Namespace, answer: Answer, prompt: str | None) -> Group:
+    """Joins the devices of all processes, which must have been asked for the same."""
+    from muse_jax import distributed
+
+    def report_loss(line: str) -> None:
+        if answer.line_open and sys.stdout.isatty():
+            report("")
+        note(line)
+
+    facts = {name: value for name, value in vars(args).items() if name not in OWN_ARGUMENTS}
+    facts["prompt"] = None if prompt is None else digest(prompt)
+    facts["checkpoint"] = fingerprint(args.checkpoint)
+    facts["draft"] = None if args.no_draft else fingerprint(args.draft or args.checkpoint / "draft")
+    return distributed.initialize(
+        args.coordinator,
+        args.num_processes,
+        args.process_id,
+        timeout=args.connect_timeout,
+        facts=facts,
+        report=report_loss,
+    )
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def fingerprint(checkpoint: Path) -> str:
+    """Of what tells checkpoints apart at little cost: config, tokenizer, names and sizes of the files of weights."""
+    parts: list[Any] = []
+    for name in ("config.json", "tokenizer.json"):
+        file = checkpoint / name
+        parts.append(hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None)
+    weights = (file for pattern in ("*.safetensors", "*.bin") for file in checkpoint.glob(pattern))
+    return digest([*parts, *sorted((file.name, file.stat().st_size) for file in weights)])
+
+
+def make_mesh(args: argparse.Namespace) -> Mesh | None:
     """The devices to share the work, virtual ones where this machine has but a CPU. None: the default device alone."""
+    num_devices, num_processes = args.devices, args.num_processes or 1
     if num_devices is None:
         return None
-    import jax
+    from muse_jax import distributed, sharding
 
-    from muse_jax import sharding
-
-    virtual = num_devices in sharding.MESH_SIZES and virtual_devices(num_devices)
-    mesh = sharding.make_mesh(num_devices)
-    if virtual and num_devices > 1 and mesh.devices.flat[0].platform == "cpu":
+    virtual = num_devices in sharding.MESH_SIZES and virtual_devices(num_devices // num_processes)
+    mesh = sharding.make_mesh(num_devices) if args.coordinator is None else distributed.make_mesh(num_devices)
+    if virtual and speaks(args) and num_devices > 1 and mesh.devices.flat[0].platform == "cpu":
         note(f"{num_devices} virtual devices share this CPU: for trying out sharding, not for speed")
     return mesh
 
@@ -462,14 +569,14 @@ def virtual_devices(count: int) -> bool:
 
 
 @contextlib.contextmanager
-def loading_bar(check: Callable[[], None]) -> Iterator[Callable[[int, int], None]]:
+def loading_bar(check: Callable[[], None], shown: bool) -> Iterator[Callable[[int, int], None]]:
     """Gives a progress callback that calls `check` and, on a terminal, shows a bar once loading has taken a second."""
     began, bar = time.monotonic(), None
 
     def show(done: int, total: int) -> None:
         nonlocal bar
         check()
-        if bar is None and sys.stderr.isatty() and time.monotonic() - began > 1:
+        if shown and bar is None and sys.stderr.isatty() and time.monotonic() - began > 1:
             from rich.console import Console
             from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
@@ -504,6 +611,22 @@ class Parser(argparse.ArgumentParser):
 def positive_int(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: expected an integer above 0")
+    return int(text)
+
+
+def positive_seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds <= 86400:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected seconds above 0, at most 86400")
+    return seconds
+
+
+def process_number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer of at least 0")
     return int(text)
 
 
@@ -552,6 +675,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--backend", default="auto", help="implementation of a step (default: auto)")
     add("--activations", choices=("bf16", "nvfp4"), default="bf16", help="what GEMMs of NVFP4 experts read (default: bf16)")
     add("--devices", type=positive_int, metavar="N", help="share the work among N devices; virtual ones on a CPU")
+    moe_help = "what of the experts a device has: part of every matrix's rows, some experts, all (default: n)"
+    add("--moe-sharding", choices=("n", "expert", "replicated"), default="n", help=moe_help)
+    several = "--coordinator", "--num-processes", "--process-id"
+    add("--coordinator", metavar="HOST:PORT", help="several processes: the host of process 0, and a port that is free there")
+    add("--num-processes", type=positive_int, metavar="N", help="processes, each with an equal part of --devices")
+    add("--process-id", type=process_number, metavar="I", help="which one this is, from 0, which writes the text")
+    connect_help = "how long to wait for the other processes (default: 60)"
+    add("--connect-timeout", type=positive_seconds, default=60.0, metavar="SECONDS", help=connect_help)
     add("--no-compilation-cache", dest="compilation_cache", action="store_false", help="compile anew")
     add("--json", action="store_true", help="end stdout with a line that holds text, tokens and figures as a JSON object")
     add("--verbose", action="store_true", help="report versions, devices and times; this and --json also time the draft alone")
@@ -564,6 +695,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         for option, value in (("--tree-size", args.tree_size), ("--chain", args.chain)):
             if value is not None:
                 parser.error(f"{option} needs a draft: not allowed with --no-draft")
+    values = (args.coordinator, args.num_processes, args.process_id)
+    if missing := [option for option, value in zip(several, values, strict=True) if value is None]:
+        if len(missing) < len(several):
+            parser.error(f"{', '.join(several)} go together: {', '.join(missing)} missing")
+    elif args.process_id >= args.num_processes:
+        parser.error(f"--process-id {args.process_id}: expected 0 to {args.num_processes - 1}, one less than --num-processes")
+    elif args.devices is None or args.devices % args.num_processes:
+        parser.error(f"--num-processes {args.num_processes}: needs --devices, a multiple of it")
     args.speculation = speculation(args)
     return args
 

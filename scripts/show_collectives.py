@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,12 +32,13 @@ from generate import (
     BUNDLED,
     INTERRUPTED,
     Parser,
+    broken_pipe,
     directory,
     leave,
-    make_mesh,
     open_streams,
     positive_int,
     report,
+    virtual_devices,
 )
 
 if TYPE_CHECKING:  # JAX takes seconds to import, a mistyped option should not
@@ -96,16 +98,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_arguments(argv)
     try:
         conditions, rows = collect(args)
+        if args.json:
+            print(json.dumps({**conditions, "collectives": [dataclasses.asdict(row) for row in rows]}))
+        else:
+            print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in conditions.items() if value is not None))
+            print_table(rows, args.markdown)
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:
+        return broken_pipe()
     except (ValueError, OSError) as error:
         report(f"{NAME}: {' '.join(str(error).split())}")
         return BAD_INPUT
-    if args.json:
-        print(json.dumps({**conditions, "collectives": [dataclasses.asdict(row) for row in rows]}))
-    else:
-        print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in conditions.items() if value is not None))
-        print_table(rows, args.markdown)
     return 0
 
 
@@ -116,7 +121,7 @@ def collect(args: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
 
     import muse_jax
     from muse_jax import hlo
-    from muse_jax.sharding import ShardingConfig
+    from muse_jax.sharding import ShardingConfig, make_mesh
 
     config, draft_config = full_size() if args.full_size else read_configs(args.checkpoint)
     if args.activations == "nvfp4" and not config.nvfp4_layers:
@@ -125,6 +130,7 @@ def collect(args: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
         draft_config = None
     elif draft_config is None:
         raise ValueError(f"--rows {args.rows}: there is no draft, so a step has one row")
+    virtual_devices(args.devices)
     mesh = make_mesh(args.devices)
     sharding = ShardingConfig(mesh.size, args.moe_sharding, args.moe_exchange)
     dtype = jnp.dtype(args.dtype or config.dtype)

@@ -143,7 +143,7 @@ def test_nothing_was_allocated(memory, traced):
 
 def test_a_device_has_an_eighth_of_the_weights_and_needs_little_besides(traced, step):
     """Compiled, not only lowered. Temporaries on a CPU are what it widens: lm_head and the largest matrices of a layer."""
-    model, state = step
+    _, state = step
     compiled = traced.lower().compile()
     memory = compiled.memory_analysis()
     weights = sum(tensor.nbytes for config in (MUSE_SPARK_NVFP4, DRAFT) for tensor in packed_tensors(config, 8))
