@@ -330,13 +330,14 @@ class Muse:
         return np.where(inside, padded, 0).astype(np.int32), lengths.astype(np.int32)
 
     def _check_stops(self, stop_token_ids: Sequence[int] | None) -> np.ndarray:
-        """[S] int32, checked."""
+        """[S] int32, checked, S at least 1."""
         stops = np.asarray(self.stop_token_ids if stop_token_ids is None else stop_token_ids)
         wrong = stops.ndim != 1 or (stops.size and stops.dtype.kind not in "iu")
         if wrong or ((stops < 0) | (stops >= self.config.vocab_size)).any():
             allowed = f"a list of ids from 0 to {self.config.vocab_size - 1}"
             raise ValueError(f"stop_token_ids = {stop_token_ids!r}: expected {allowed}")
-        return stops.astype(np.int32)
+        # One that never comes, in place of none: XLA for GPUs (jax 0.11.2) crashes over an empty array that devices share.
+        return stops.astype(np.int32) if stops.size else np.int32([decoding.NO_TOKEN])
 
     def _put(self, tree: Any) -> Any:
         """To the device, or to every device of the mesh."""

@@ -178,7 +178,7 @@ def time_steps(model: Model, args: argparse.Namespace) -> tuple[list[float], str
     last = jnp.zeros((1, model.config.hidden_size), jnp.float32)
     caches, last = jax.jit(decoding.prefill_chunk)(model, caches, last, tokens, jnp.int32(0), length)
     first_token = jax.jit(decoding.first_token)
-    stops = jnp.zeros((1, 0), jnp.int32)
+    stops = jnp.full((1, 1), decoding.NO_TOKEN, jnp.int32)
     state, _ = first_token(model, caches, last, length, jnp.int32([SLOTS]), stops, SamplingParams.create(1))
     step = jax.jit(step, donate_argnums=1)
     digest, seconds = hashlib.sha256(), []
