@@ -2,16 +2,21 @@
 
 import dataclasses
 import functools
+import logging
 import zlib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
 
 import muse_jax
-from muse_jax import decoding
+from muse_jax import decoding, hlo, sharding
+from muse_jax.config import TINY
 from muse_jax.decoding import Model
 from muse_jax.draft import DFlash2
 from muse_jax.layout import cuts_heads, draft_tensors, parameter_tree, text_tensors

@@ -1,6 +1,7 @@
 """scripts/show_collectives.py: what its rows say of a program, its tables, its arguments, and the steps that it builds."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -182,6 +183,25 @@ def test_xla_sends_what_the_source_says(draft_checkpoint, capsys):
     counts = [sum(row["runs"] for row in figures["collectives"]) for figures in (source, compiled)]
     assert counts[0] >= counts[1] > 0
     assert (source["program"], compiled["program"]) == ("before XLA", f"compiled for {jax.devices()[0].platform}")
+
+
+def test_nothing_else_travels(draft_checkpoint, capsys):
+    """In the compiled program: nothing without a place, and nothing as wide as the vocabulary, a part of it or a matrix."""
+    figures = shown(capsys, "--checkpoint", draft_checkpoint, "--compiled")
+    assert {row["place"] for row in figures["collectives"]} <= set(CARRIES)
+    vocab_size = show_collectives.read_configs(draft_checkpoint)[0].vocab_size
+    widths = {int(n) for row in figures["collectives"] for n in re.findall(r"\d+", row["array"].split("[", 1)[1])}
+    assert not widths & {vocab_size, vocab_size // 8}
+
+
+def test_the_readme_has_the_table(capsys):
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    assert show_collectives.main(["--full-size", "--activations", "nvfp4", "--markdown"]) == 0
+    table = capsys.readouterr().out.split("\n", 1)[1].strip()
+    assert table in readme
+    assert (
+        max(int(row.split("|")[5].replace(",", "")) for row in table.splitlines()[2:-1]) < 16 * 202_048 * 4 / 3
+    )  # logits: 13 MB
 
 
 def test_full_size(capsys):
