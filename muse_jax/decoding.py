@@ -313,6 +313,9 @@ def decode_and_trace(model: Model, state: DecodeState) -> tuple[DecodeState, Ste
             f"this DecodeState has room for steps of {state.num_rows} rows, {'with' if state.draft_cache else 'without'} a "
             f"draft; the model ({model.speculation}) has steps of {model.num_rows}: prefill with it"
         )
+    heads = sharding.cache_heads(model.config, None if model.mesh is None else model.mesh.size)
+    if state.cache.layers[0][0].shape[1] != heads:
+        raise ValueError("this DecodeState was made with another mesh: prefill with the model that decodes")
     specs = _state_specs(model, state)
     out_specs = (specs, EVERYWHERE, (EVERYWHERE, EVERYWHERE, model.logit_spec))
     return _on_mesh(_refuse_derivatives(model), _step, (specs,), out_specs, state)

@@ -60,15 +60,15 @@ def load(
 
     Args:
       path: directory with config.json, safetensors and, for text, tokenizer.json.
-      mesh: devices that share the work (`muse_jax.sharding.make_mesh`): the same bits for 1, 2, 4 and 8. None: the default
-        device alone, in the form that is fastest for one.
+      mesh: devices that share the work (`muse_jax.sharding.make_mesh`): the same bits for 1, 2, 4 and 8 (on
+        CPUs). None: the default device alone, in the form that is fastest for one.
       backend: "auto" or "xla".
       numerics: "serving", or "hf" to round where transformers does.
       dtype: "bfloat16" or "float32"; None: the checkpoint's on a GPU, float32 on a CPU (XLA for CPU widens bf16 weights
         at every step).
       activations: of NVFP4 experts; "bf16", or "nvfp4" to quantise what their GEMMs read, as GPUs with FP4 units do.
       moe_sharding: what of the routed experts a device of the mesh has: "n", a part of every matrix's output rows; "expert",
-        some experts whole; "replicated", all of them.
+        some experts whole, whose slots are then added by ranks; "replicated", all of them.
       max_length: most positions of prompt and answer together; None: the config's max_position_embeddings.
       draft: directory of a DFlash2 draft; None: `draft` in `path`, if that is there.
       speculation: "tree"; "chain", one path; "sampled_chain", one path drawn from the draft and verified by rejection
@@ -95,7 +95,9 @@ def load(
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise ValueError(f"{name} = {value!r}: expected an integer from {low} to {high}")
     if mesh is not None:
-        sharding.check_mesh(mesh)
+        mesh = sharding.check_mesh(mesh)
+    elif moe_sharding in ("expert", "replicated"):
+        raise ValueError(f"moe_sharding = {moe_sharding!r} needs a mesh: without one a device has all experts")
     how = sharding.ShardingConfig(None if mesh is None else mesh.size, moe_sharding)
     reader = checkpoints.open_reader(path)
     config = reader.config

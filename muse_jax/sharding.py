@@ -228,8 +228,8 @@ ONE_DEVICE = ShardingConfig()
 def make_mesh(num_devices: int) -> Mesh:
     """A mesh of the first `num_devices` devices, as many of each process. Raises ValueError if there are fewer or the number
     is not allowed."""
-    if num_devices not in MESH_SIZES:
-        raise ValueError(f"devices = {num_devices}: allowed are {', '.join(map(str, MESH_SIZES))}")
+    if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices not in MESH_SIZES:
+        raise ValueError(f"devices = {num_devices!r}: allowed are {', '.join(map(str, MESH_SIZES))}")
     devices = jax.devices() if jax.process_count() == 1 else _evenly(num_devices)
     if num_devices > len(devices):
         hint = f"; JAX_NUM_CPU_DEVICES={num_devices} makes virtual ones" if devices[0].platform == "cpu" else ""
@@ -250,10 +250,17 @@ def _evenly(num_devices: int) -> list[jax.Device]:
     return devices
 
 
-def check_mesh(mesh: Mesh) -> None:
+def check_mesh(mesh: Mesh) -> Mesh:
+    """The mesh with the kind of axis that a step needs (`jax.make_mesh` makes another).
+
+    Raises ValueError if it does not fit.
+    """
+    if not isinstance(mesh, Mesh):
+        raise ValueError(f"mesh is a {type(mesh).__name__}: expected what muse_jax.sharding.make_mesh makes")
     if mesh.axis_names != (AXIS,) or mesh.size not in MESH_SIZES:
         sizes = ", ".join(map(str, MESH_SIZES))
         raise ValueError(f"mesh has axes {dict(mesh.shape)}: expected one axis {AXIS!r} of {sizes} devices")
+    return Mesh(mesh.devices, (AXIS,))
 
 
 def param_spec(spec: TensorSpec, sharding: ShardingConfig) -> PartitionSpec:
