@@ -177,8 +177,8 @@ def same_bits(a, b) -> None:
     assert different == 0, f"{different} bytes of {a.nbytes}"
 
 
-# One of several runs of this file, on a busy machine, had a failure here that did not come again when its test ran alone; its
-# message was lost. Until the cause is known, a failure is reported (XFAIL) and does not stop the suite. What is strict meanwhile:
+# One of several runs of this file, on a busy machine, had a failure here that did not come again when its test ran alone; the
+# message was lost. Until the cause is known, a failure is reported (XFAIL) and does not stop the suite. Strict meanwhile:
 # the bundled model's bits below, and those of sampling.
 sometimes_fails = pytest.mark.xfail(strict=False, reason="failed once on a busy machine, cause unknown")
 
