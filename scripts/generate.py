@@ -293,7 +293,7 @@ def write_answer(args: argparse.Namespace, answer: Answer, interrupts: Interrupt
         clock.lap("processes")
     elif args.compilation_cache:
         use_compilation_cache()
-    mesh = make_mesh(args)
+    mesh = make_mesh(args.devices, args.num_processes, quiet=not speaks(args))
     sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
     SamplingParams.create(1, **sampling)  # a large checkpoint takes minutes to load: check this before
     clock.lap("devices")
@@ -544,16 +544,18 @@ def fingerprint(checkpoint: Path) -> str:
     return digest([*parts, *sorted((file.name, file.stat().st_size) for file in weights)])
 
 
-def make_mesh(args: argparse.Namespace) -> Mesh | None:
-    """The devices to share the work, virtual ones where this machine has but a CPU. None: the default device alone."""
-    num_devices, num_processes = args.devices, args.num_processes or 1
+def make_mesh(num_devices: int | None, num_processes: int | None = None, quiet: bool = False) -> Mesh | None:
+    """The devices to share the work, virtual ones where this machine has but a CPU. None: the default device alone.
+
+    Args:     num_processes: that have joined; None: this one, by itself.
+    """
     if num_devices is None:
         return None
     from muse_jax import distributed, sharding
 
-    virtual = num_devices in sharding.MESH_SIZES and virtual_devices(num_devices // num_processes)
-    mesh = sharding.make_mesh(num_devices) if args.coordinator is None else distributed.make_mesh(num_devices)
-    if virtual and speaks(args) and num_devices > 1 and mesh.devices.flat[0].platform == "cpu":
+    virtual = num_devices in sharding.MESH_SIZES and virtual_devices(num_devices // (num_processes or 1))
+    mesh = sharding.make_mesh(num_devices) if num_processes is None else distributed.make_mesh(num_devices)
+    if virtual and not quiet and num_devices > 1 and mesh.devices.flat[0].platform == "cpu":
         note(f"{num_devices} virtual devices share this CPU: for trying out sharding, not for speed")
     return mesh
 
