@@ -21,12 +21,20 @@ KEY_BLOCK = 512
 _HIDDEN = jnp.finfo(jnp.float32).min
 
 
-Part = tuple[jax.Array, jax.Array, jax.Array]  # keys, values, and which keys are visible: [B or 1, T or 1, S] bool
+Part = tuple[jax.Array, jax.Array, jax.Array]  # keys, values, and what `hide` makes of those that are seen
+
+
+def hide(visible: jax.Array) -> jax.Array:
+    """What is added to the scores of all heads: 0, or very low where a key is hidden. visible: [B or 1, T or 1, S] bool.
+
+    Held back from being recomputed in each fusion that reads the scores.
+    """
+    return lax.optimization_barrier(jnp.where(visible, 0.0, _HIDDEN))
 
 
 def attend(q: jax.Array, parts: Sequence[Part], scale: float, numerics: Numerics) -> jax.Array:
     """softmax(scale q k^T) v over the visible keys of all parts together."""
-    scores = [_scores(q, k, visible, scale, numerics) for k, _, visible in parts]
+    scores = [_scores(q, k, mask, scale, numerics) for k, _, mask in parts]
     maximum = functools.reduce(jnp.maximum, (jnp.max(part, axis=-1, keepdims=True) for part in scores))
     weights = [jnp.exp(part - maximum) for part in scores]
     total = sum(jnp.sum(part, axis=-1, keepdims=True) for part in weights)
@@ -60,7 +68,7 @@ def attend_band(
         offset = jnp.arange(keys)[None, :] - jnp.arange(queries)[:, None]  # 0: the oldest key of the window
         exists = jnp.arange(keys)[None, :] + start + first_position >= window - 1
         visible = (offset >= 0) & (offset < window) & exists
-        return attend(q_block, [(k_block, v_block, visible[None])], scale, numerics)
+        return attend(q_block, [(k_block, v_block, hide(visible[None]))], scale, numerics)
 
     if num_queries <= QUERY_BLOCK:
         return block(q, jnp.int32(0))
@@ -75,7 +83,7 @@ def attend_causal(q: jax.Array, k: jax.Array, v: jax.Array, scale: float, numeri
 
     def block(q_block: jax.Array, start: jax.Array) -> jax.Array:
         visible = keys[None, :] <= start + jnp.arange(q_block.shape[1])[:, None]
-        return attend(q_block, [(k, v, visible[None])], scale, numerics)
+        return attend(q_block, [(k, v, hide(visible[None]))], scale, numerics)
 
     if q.shape[1] <= 2 * QUERY_BLOCK:
         return block(q, jnp.int32(0))
@@ -96,7 +104,7 @@ def attend_prefix(
     def whole(q_block: jax.Array, start: jax.Array | int) -> jax.Array:
         queries = first_position + start + jnp.arange(q_block.shape[1])
         visible = jnp.arange(slots)[None, :] <= queries[:, None]
-        return attend(q_block, [(k, v, visible[None])], scale, numerics)
+        return attend(q_block, [(k, v, hide(visible[None]))], scale, numerics)
 
     if slots <= KEY_BLOCK:
         return whole(q, 0)
@@ -111,7 +119,7 @@ def attend_prefix(
         def step(i: jax.Array, carry: Partial) -> Partial:
             keys, k_block, v_block = _key_block(i, k, v)
             visible = (keys[None, :] <= queries[:, None]) & (keys >= i * KEY_BLOCK)[None, :]
-            return _fold(carry, q_block, (k_block, v_block, visible[None]), scale, numerics)
+            return _fold(carry, q_block, (k_block, v_block, hide(visible[None])), scale, numerics)
 
         return _finish(lax.fori_loop(0, (end + KEY_BLOCK - 1) // KEY_BLOCK, step, _empty(q_block, k)))
 
@@ -123,8 +131,8 @@ def attend_committed(
 ) -> jax.Array:
     """Attention of the rows of a step to a linear cache, of which each sequence has its first `lengths` slots, and to rows.
 
-    Args:     k, v: [B, K, slots, H].  lengths: [B] int32.  rows: keys and values of the step, and what each row sees of them;
-              each sees itself.
+    Args:     k, v: [B, K, slots, H].  lengths: [B] int32.  rows: keys and values of the step, and the mask of
+              what each row sees of them; each sees itself.
     A long cache is read in blocks of KEY_BLOCK slots, so that what a step needs besides the cache does not grow with it
     (except with HF numerics; see `attend_prefix`). All blocks are read: a loop of fixed length keeps a GPU from asking the
     host whether to go on.
@@ -132,12 +140,12 @@ def attend_committed(
     slots = k.shape[2]
     if slots <= KEY_BLOCK or numerics.scores_rounded:
         visible = jnp.arange(slots)[None, None, :] < lengths[:, None, None]
-        return attend(q, [(k, v, visible), rows], scale, numerics)
+        return attend(q, [(k, v, hide(visible)), rows], scale, numerics)
 
     def step(i: jax.Array, carry: Partial) -> Partial:
         keys, k_block, v_block = _key_block(i, k, v)
         visible = (keys[None, None, :] < lengths[:, None, None]) & (keys >= i * KEY_BLOCK)[None, None, :]
-        return _fold(carry, q, (k_block, v_block, visible), scale, numerics)
+        return _fold(carry, q, (k_block, v_block, hide(visible)), scale, numerics)
 
     # The rows come first: a maximum over a block of hidden keys alone would mean nothing.
     carry = _fold(_empty(q, k), q, rows, scale, numerics)
@@ -155,8 +163,8 @@ def _empty(q: jax.Array, k: jax.Array) -> Partial:
 
 def _fold(carry: Partial, q: jax.Array, part: Part, scale: float, numerics: Numerics) -> Partial:
     """Takes more keys into a softmax."""
-    k, v, visible = part
-    scores = _scores(q, k, visible, scale, numerics)
+    k, v, mask = part
+    scores = _scores(q, k, mask, scale, numerics)
     output, maximum, total = carry
     new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1, keepdims=True))
     weights = jnp.exp(scores - new_maximum)
@@ -177,7 +185,7 @@ def _key_block(i: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax
     return begin + jnp.arange(KEY_BLOCK), k, v
 
 
-def _scores(q: jax.Array, k: jax.Array, visible: jax.Array, scale: float, numerics: Numerics) -> jax.Array:
+def _scores(q: jax.Array, k: jax.Array, mask: jax.Array, scale: float, numerics: Numerics) -> jax.Array:
     """[B, K, G, T, S] fp32 for G query heads per KV head; very low where a key is hidden.
 
     exp(score - maximum) of a hidden key is 0 for every query that sees a key; others (padding) get garbage, not NaN.
@@ -194,8 +202,6 @@ def _scores(q: jax.Array, k: jax.Array, visible: jax.Array, scale: float, numeri
         scores = fp32(round_to(fp32(round_to(scores, q.dtype)) * scale, q.dtype))
     else:
         scores = scores * scale
-    # One [B, T, S] addend for all heads, held back from being recomputed in each fusion that reads the scores.
-    mask = lax.optimization_barrier(jnp.where(visible, 0.0, _HIDDEN))
     return scores + mask[:, None, None, :, :]
 
 

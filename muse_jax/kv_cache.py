@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from muse_jax.attention import attend, attend_band, attend_causal, attend_committed, attend_prefix
+from muse_jax.attention import attend, attend_band, attend_causal, attend_committed, attend_prefix, hide
 from muse_jax.config import ModelConfig
 from muse_jax.draft_config import DraftConfig
 from muse_jax.numerics import Numerics
@@ -171,22 +171,23 @@ class PrefillContext:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["start", "positions", "ring_visible", "rows_in_window", "rows_visible"],
+    data_fields=["start", "positions", "ring_mask", "rows_in_window", "rows_mask"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeContext:
     """T rows per sequence after its `start` committed positions: a token, a chain, a tree, or the block of a draft.
 
-    The masks say what each row sees: committed keys in the ring, and rows of this step in sliding and in global layers; a
-    linear cache shows all that is committed. Distances are those of positions; rows of a tree at the same depth share one.
+    The masks (`attention.hide`), the same for all layers, say what each row sees: committed keys in the ring, and rows of
+    this step in sliding and in global layers; a linear cache shows all that is committed. Distances are those of positions;
+    rows of a tree at the same depth share one.
     """
 
     start: jax.Array  # [B] int32
     positions: jax.Array  # [B, T] int32
-    ring_visible: jax.Array  # [B, T, ring slots] bool
-    rows_in_window: jax.Array  # [B, T, T] bool
-    rows_visible: jax.Array  # [B, T, T] bool
+    ring_mask: jax.Array  # [B, T, ring slots] fp32
+    rows_in_window: jax.Array  # [B, T, T] fp32
+    rows_mask: jax.Array  # [B, T, T] fp32
 
     @classmethod
     def create(
@@ -201,9 +202,9 @@ class DecodeContext:
         return cls(
             start=start,
             positions=positions,
-            ring_visible=ring_visible,
-            rows_in_window=visible[1] & (positions[:, None, :] >= oldest),
-            rows_visible=visible[0],
+            ring_mask=hide(ring_visible),
+            rows_in_window=hide(visible[1] & (positions[:, None, :] >= oldest)),
+            rows_mask=hide(visible[0]),
         )
 
     @classmethod
@@ -217,9 +218,9 @@ class DecodeContext:
         """Attends to the cache and the rows. As in PrefillContext, but returns the rows, [B, K, T, H], not a new cache."""
         k, v = heads_first(k), heads_first(v)
         if window is None:
-            out = attend_committed(q, *cache, self.start, (k, v, self.rows_visible), scale, numerics)
+            out = attend_committed(q, *cache, self.start, (k, v, self.rows_mask), scale, numerics)
         else:
-            out = attend(q, [(*cache, self.ring_visible), (k, v, self.rows_in_window)], scale, numerics)
+            out = attend(q, [(*cache, self.ring_mask), (k, v, self.rows_in_window)], scale, numerics)
         return out, (k, v)
 
 
@@ -230,7 +231,7 @@ class Runs:
     Computed once for all layers. Rows go in by dynamic_update_slice, which XLA does in place; a scatter would not be.
     """
 
-    begin: list[jax.Array]  # [B] int32, the first slot of each run
+    begin: list[jax.Array]  # of each run [B] int32, its first slot
     row: list[jax.Array] | None  # [B, T] int32, the row for each slot of a run; None: the rows in their order
     inside: list[jax.Array] | None  # [B, T] bool, whether that slot is written; None: all are
 

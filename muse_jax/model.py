@@ -112,32 +112,27 @@ class Attention(nnx.Module):
     def _of_rank(self, x: jax.Array, rope: tuple, context: Context, q_proj, k_proj, v_proj, attn_out_gate, o_proj, cache):
         """A rank's heads, and what they add to the output: [B, T, D] fp32."""
         config, numerics, dtype = self.config, self.numerics, self.dtype
-        q = self._heads(x, q_proj)
-        k = self._heads(x, k_proj)
-        v = self._heads(x, v_proj)
-        gate = self._heads(x, attn_out_gate)
+        rows = x.reshape(-1, x.shape[-1])
+        q, k, v, gate = (round_to(ops.linear(rows, weight), dtype) for weight in (q_proj, k_proj, v_proj, attn_out_gate))
+        q, k, v = (y.reshape(*x.shape[:2], -1, config.head_dim) for y in (q, k, v))
 
         step = (lambda y: fp32(round_to(y, dtype))) if numerics.qk_norm_rounded else (lambda y: y)
-        q = step(ops.rms(q, config.rms_norm_eps))
-        k = step(ops.rms(k, config.rms_norm_eps))
+        heads = q.shape[2]
+        qk = step(ops.rms(jnp.concatenate([q, k], axis=2), config.rms_norm_eps))  # one array: fewer operations to compile
         scale = config.head_dim**-0.5
         if numerics.qk_scale_in_q:
-            q = step(q * config.qk_scale_factor)
+            factors = jnp.where(jnp.arange(qk.shape[2]) < heads, config.qk_scale_factor, 1.0)
+            qk = step(qk * factors[None, None, :, None])
         else:
             scale *= config.qk_scale_factor
-        if self.uses_rope:
-            q = ops.apply_rope(q, rope, numerics, dtype)
-            k = ops.apply_rope(k, rope, numerics, dtype)
-        out, cache = context.attend(round_to(fp32(q), dtype), round_to(fp32(k), dtype), v, cache, self.window, scale, numerics)
+        qk = ops.apply_rope(qk, rope, numerics, dtype) if self.uses_rope else round_to(qk, dtype)
+        q, k = jnp.split(qk, [heads], axis=2)
+        out, cache = context.attend(q, k, v, cache, self.window, scale, numerics)
 
         step = (lambda y: fp32(round_to(y, dtype))) if numerics.out_gate_steps_rounded else (lambda y: y)
         out = step(ops.rms(step(out), config.rms_norm_eps))
-        gated = round_to(out * step(jax.nn.sigmoid(fp32(gate))), dtype)
+        gated = round_to(out * step(jax.nn.sigmoid(fp32(gate))).reshape(out.shape), dtype)
         return ops.linear(gated.reshape(*x.shape[:2], -1), o_proj), cache
-
-    def _heads(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """[B, T, D] -> [B, T, heads, H], rounded."""
-        return round_to(ops.linear(x, weight), self.dtype).reshape(*x.shape[:2], -1, self.config.head_dim)
 
 
 class SparseMLP(nnx.Module):

@@ -59,7 +59,7 @@ def product(x: jax.Array, y: jax.Array) -> jax.Array:
     added it takes either, depending on the code around them. A comparison between the two keeps it from that.
     """
     xy = x * y
-    return jnp.where(xy == xy, xy, jnp.nan)
+    return lax.select(xy == xy, xy, lax.full_like(xy, jnp.nan))
 
 
 def fp32(x: jax.Array) -> jax.Array:

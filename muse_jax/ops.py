@@ -228,6 +228,7 @@ def experts_dense(
 
 
 _FEW_ROWS = 32  # rows of one step: a token, or a tree
+_FEW_ROUTED = 512  # routed rows up to which counting is quick; XLA compiles running sums and a scatter for each layer anew
 
 
 def experts(
@@ -282,19 +283,32 @@ class Blocks:
         first, num_held = (jnp.int32(0), num_experts) if held is None else held
         block = _block_rows(routed, num_experts)
         num_blocks = (routed + min(num_held, routed) * (block - 1)) // block
-        is_of = idx.reshape(routed, 1) - first == jnp.arange(num_held, dtype=jnp.int32)[None, :]
-        so_far = jnp.cumsum(is_of, axis=0, dtype=jnp.int32)  # of each expert's rows, up to each routed row
-        blocks_of = lax.div(so_far[-1] + (block - 1), jnp.int32(block))
-        last_block = jnp.cumsum(blocks_of, dtype=jnp.int32)
+        rows, held_idx = jnp.arange(routed, dtype=jnp.int32), jnp.arange(num_held, dtype=jnp.int32)
+        expert_of = idx.reshape(routed) - first
+
+        def sum_rows(x: jax.Array) -> jax.Array:
+            return jnp.sum(x, axis=1, dtype=jnp.int32)
+
+        is_of = expert_of[:, None] == held_idx[None, :]
+        blocks_of = lax.div(jnp.sum(is_of, axis=0, dtype=jnp.int32) + (block - 1), jnp.int32(block))
+        last_block = sum_rows(jnp.where(held_idx[None, :] <= held_idx[:, None], blocks_of[None, :], 0))
+        first_block = sum_rows(jnp.where(held_idx[None, :] < expert_of[:, None], blocks_of[None, :], 0))
+        few = routed <= _FEW_ROUTED
+        if few:
+            rank = sum_rows((expert_of[None, :] == expert_of[:, None]) & (rows[None, :] < rows[:, None]))
+        else:
+            rank = sum_rows(jnp.where(is_of, jnp.cumsum(is_of, axis=0, dtype=jnp.int32) - 1, 0))
         # A routed row's place: its expert's first block, plus its rank among that expert's rows.
-        place_if = ((last_block - blocks_of) * block)[None, :] + so_far - 1
-        place = jnp.sum(jnp.where(is_of, place_if, 0), axis=1)
+        place = first_block * block + rank
         if held is not None:
             place = jnp.where(jnp.any(is_of, axis=1), place, num_blocks * block)
-        rows = jnp.arange(routed, dtype=jnp.int32)
-        source = jnp.zeros(num_blocks * block, jnp.int32).at[place].set(rows, mode="drop", unique_indices=held is None)
+        places = jnp.arange(num_blocks * block, dtype=jnp.int32)
+        if few:
+            source = sum_rows(jnp.where(places[:, None] == place[None, :], rows[None, :], 0))
+        else:
+            source = jnp.zeros_like(places).at[place].set(rows, mode="drop", unique_indices=held is None)
         block_idx = jnp.arange(num_blocks, dtype=jnp.int32)
-        expert = jnp.sum(last_block[None, :] <= block_idx[:, None], axis=1, dtype=jnp.int32)
+        expert = sum_rows(last_block[None, :] <= block_idx[:, None])
         return cls(
             source=source.reshape(num_blocks, block),
             expert=jnp.minimum(expert, num_held - 1),

@@ -54,6 +54,7 @@ class ShardedExperts:
         if self.sharding.moe_exchange == "rows":
             with jax.named_scope("moe.rows"):
                 rows, ranks = ranks.everywhere.split(ranks.gather(rows, -1), -1), ranks.everywhere
+        norm = ranks.select(norm, 0)
         total = self._total_squares(rows, norm, ranks)
         groups = range(NUM_RANKS) if self.sharding.group_slots else (None,)
         terms = [self._weighted(rows, total, norm, idx, weights, ranks, group) for group in groups]
@@ -64,7 +65,7 @@ class ShardedExperts:
     def _by_experts(self, pooled, idx, weights, gate_up, down, norm) -> jax.Array:
         ranks, pieces = self.sharding.ranks, self.sharding.ranks.everywhere
         held = self.config.num_local_experts // NUM_RANKS
-        terms = []
+        norm, terms = pieces.select(norm, 0), []
         for i, (of_rank_1, of_rank_2) in enumerate(zip(_split(gate_up, ranks, 0), _split(down, ranks, 0), strict=True)):
             group = ranks.index(i)
             blocks = Blocks.create(idx, self.config.num_local_experts, (group * held, held))
@@ -105,15 +106,15 @@ class ShardedExperts:
             hidden = _exchange_quantized(hidden, ranks) if quantized else ranks.gather(hidden, -1)
         return ranks.run(second, hidden, blocks, _split(down, ranks, 1))
 
-    def _total_squares(self, rows: list[jax.Array], norm: jax.Array, ranks: Ranks) -> jax.Array:
-        """The sum of squares of each scaled row, [R, top_k, 1] fp32."""
+    def _total_squares(self, rows: list[jax.Array], norm: list[jax.Array], ranks: Ranks) -> jax.Array:
+        """The sum of squares of each scaled row, [R, top_k, 1] fp32. rows, norm: pieces of the rows and of their weight."""
 
         def squares(rows: jax.Array, norm: jax.Array) -> jax.Array:
             scaled = self._scaled(rows, norm)
             return jnp.sum(scaled * scaled, axis=-1, keepdims=True)
 
         with jax.named_scope("moe.norm"):
-            return ranks.sum(ranks.run(squares, rows, ranks.select(norm, 0)))
+            return ranks.sum(ranks.run(squares, rows, norm))
 
     def _weighted(self, rows, total, norm, idx, weights, ranks: Ranks, group) -> list[jax.Array]:
         """Pieces [R, M / 8] fp32 of the weighted sum of normed rows over all slots, or over those of one rank's experts."""
@@ -126,7 +127,7 @@ class ShardedExperts:
             return jnp.sum(jnp.where(chosen[..., None], normed * weights[..., None], 0.0), axis=1)
 
         in_group = jnp.ones_like(idx, bool) if group is None else idx // (config.num_local_experts // NUM_RANKS) == group
-        return ranks.run(weighted, rows, ranks.select(norm, 0), total, weights, in_group)
+        return ranks.run(weighted, rows, norm, total, weights, in_group)
 
     def _scaled(self, rows: jax.Array, norm: jax.Array) -> jax.Array:
         """Rows [R, top_k, m] times 1 + w, before the norm."""

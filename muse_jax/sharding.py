@@ -41,7 +41,7 @@ def isolated(function: Callable) -> Callable:
     @jax.jit
     @functools.wraps(function)
     def called(*args: Any) -> Any:
-        with set_xla_metadata(inlineable="true"):  # calls inside, such as those of a loop, are ordinary ones
+        with set_xla_metadata(inlineable=None):  # calls inside, such as those of a loop, are ordinary ones
             return function(*args)
 
     def call(*args: Any) -> Any:
@@ -97,8 +97,15 @@ class Ranks:
         """The pieces of this device's ranks from an array that every device has whole."""
         if self.count == 1:
             return [x]
-        size = x.shape[axis] // self.count
-        return [lax.dynamic_slice_in_dim(x, self.index(i) * size, size, axis) for i in range(self.local)]
+        axis %= x.ndim
+        sizes = (*x.shape[:axis], x.shape[axis] // self.count, *x.shape[axis + 1 :])
+        zeros = [jnp.int32(0)] * x.ndim
+
+        def of_rank(i: int) -> jax.Array:
+            begin = [*zeros[:axis], self.index(i) * sizes[axis], *zeros[axis + 1 :]]
+            return lax.dynamic_slice(x, begin, sizes, allow_negative_indices=False)
+
+        return [of_rank(i) for i in range(self.local)]
 
     def run(self, function: Callable, *args: Any) -> list:
         """[function(*args) for each rank]. A list among the arguments has an entry per rank; others are the same for all."""
@@ -123,7 +130,12 @@ class Ranks:
         """
         if self.count == 1:
             return terms[0]
-        add = isolated(lambda stacked: functools.reduce(jnp.add, [stacked[rank] for rank in range(self.count)]))
+
+        def in_order(stacked: jax.Array) -> jax.Array:
+            # The axis of ranks goes last: XLA moves a reshape past one addition in each round of its simplifications.
+            return functools.reduce(jnp.add, jnp.split(stacked, self.count))[0]
+
+        add = isolated(in_order)
         stacked, axis = jnp.stack(terms), terms[0].ndim  # of the last axis of `stacked`
         if self.devices == 1:
             return add(stacked)
@@ -139,7 +151,7 @@ class Ranks:
         another axis as it likes, and compile what reads it for that layout.
         """
         stacked = lax.all_gather(stacked, AXIS, axis=0, tiled=True)
-        return isolated(lambda stacked: jnp.concatenate(list(stacked), axis))(stacked)
+        return isolated(lambda stacked: lax.collapse(jnp.moveaxis(stacked, 0, axis), axis, axis + 2))(stacked)
 
     def max(self, terms: Sequence[jax.Array]) -> jax.Array:
         """The largest of all ranks, elementwise, on every device: exact in any order."""

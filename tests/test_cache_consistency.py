@@ -235,7 +235,7 @@ def test_committed_keys_and_rows(rng, numerics, slots):
         lengths = (length, slots // 2)
         past_end = np.arange(slots)[None, :] >= np.array(lengths)[:, None]
         dirty_k, dirty_v = (np.where(past_end[:, None, :, None], UNREADABLE, x) for x in (k, v))
-        ours = run(q, dirty_k, dirty_v, jnp.int32(lengths), (rows_k, rows_v, seen))
+        ours = run(q, dirty_k, dirty_v, jnp.int32(lengths), (rows_k, rows_v, attention.hide(seen)))
         for b in range(2):
             keys, values = (np.concatenate(x, axis=1)[None] for x in ((k[b], rows_k[b]), (v[b], rows_v[b])))
             visible = np.concatenate([np.tile(~past_end[b], (num_rows, 1)), seen[b]], axis=1)
