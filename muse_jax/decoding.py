@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -30,7 +30,7 @@ from muse_jax.draft import DFlash2
 from muse_jax.draft_config import DraftConfig
 from muse_jax.kv_cache import DecodeContext, FullContext, KVCache, PrefillContext
 from muse_jax.layout import parameter_tree
-from muse_jax.model import MuseSpark
+from muse_jax.model import MuseSpark, Routing
 from muse_jax.sampling import SamplingParams, choose
 from muse_jax.speculation import Speculation, propose, target_choice
 from muse_jax.tree import Tree
@@ -85,7 +85,7 @@ class Model:
         Raises:   ValueError if the modules were made for another number of devices than the mesh has.
         """
         devices = None if mesh is None else mesh.size
-        if any(part is not None and part.sharding.num_devices != devices for part in (module, draft)):
+        if any(part is not None and part.sharding.mesh_size != devices for part in (module, draft)):
             raise ValueError(f"the modules' sharding is not for the mesh's {devices} devices")
         graph, own = nnx.split(module)
         draft_graph = None
@@ -214,10 +214,10 @@ def full_logits(model: Model, tokens: jax.Array) -> jax.Array:
 
 def empty_caches(model: Model, batch: int, slots: int) -> tuple[KVCache, KVCache | None]:
     """Caches of target and draft for sequences of up to `slots` positions."""
-    devices = None if model.mesh is None else model.mesh.size
+    how = model.module.sharding
 
     def empty(config: ModelConfig | DraftConfig, dtype: jnp.dtype) -> KVCache:
-        return KVCache.empty(config, batch, slots, model.num_rows, dtype, sharding.cache_heads(config, devices))
+        return KVCache.empty(config, batch, slots, model.num_rows, dtype, sharding.cache_heads(config, how))
 
     cache = empty(model.config, model.module.dtype)
     draft_cache = None if model.draft_params is None else empty(model.draft_config, model.draft.dtype)
@@ -313,7 +313,7 @@ def decode_and_trace(model: Model, state: DecodeState) -> tuple[DecodeState, Ste
             f"this DecodeState has room for steps of {state.num_rows} rows, {'with' if state.draft_cache else 'without'} a "
             f"draft; the model ({model.speculation}) has steps of {model.num_rows}: prefill with it"
         )
-    heads = sharding.cache_heads(model.config, None if model.mesh is None else model.mesh.size)
+    heads = sharding.cache_heads(model.config, model.module.sharding)
     if state.cache.layers[0][0].shape[1] != heads:
         raise ValueError("this DecodeState was made with another mesh: prefill with the model that decodes")
     specs = _state_specs(model, state)
@@ -330,7 +330,23 @@ def _state_specs(model: Model, state: DecodeState) -> DecodeState:
 
 def _step(model: Model, state: DecodeState) -> tuple[DecodeState, StepOutput, tuple[Tree, jax.Array, jax.Array]]:
     nodes, ids, proposal = _propose(model, state)
-    logits, rows, taps = _verify(model, state, nodes)
+    return verify_and_commit(model, state, nodes, ids, proposal)
+
+
+def verify_and_commit(
+    model: Model,
+    state: DecodeState,
+    nodes: Tree,
+    ids: jax.Array | None = None,
+    proposal: jax.Array | None = None,
+    routing: Sequence[Routing | None] | None = None,
+) -> tuple[DecodeState, StepOutput, tuple[Tree, jax.Array, jax.Array]]:
+    """A step after its draft, on each device of a mesh by itself.
+
+    Args:     nodes, ids, proposal: from `propose_nodes`; a tree of any tokens will do.  routing: of each layer, in place of the
+              router's, so that a benchmark knows how many experts are read.
+    """
+    logits, rows, taps = verify(model, state, nodes, routing)
     ranks = model.module.vocab_ranks
     with jax.named_scope("sampling"):
         choice = target_choice(logits, nodes, state.length, state.sampling, model.valid_vocab, ids, proposal, ranks)
@@ -371,12 +387,17 @@ def _propose(model: Model, state: DecodeState) -> tuple[Tree, jax.Array | None, 
     return nodes, ids, proposal
 
 
-def _verify(model: Model, state: DecodeState, nodes: Tree) -> tuple[list[jax.Array], list, jax.Array | None]:
-    """Logits [B, N, V] at the nodes, in parts of the vocabulary, keys and values of their rows, and their taps."""
+def verify(
+    model: Model, state: DecodeState, nodes: Tree, routing: Sequence[Routing | None] | None = None
+) -> tuple[list[jax.Array], list, jax.Array | None]:
+    """Logits [B, N, V] at the nodes, in parts of the vocabulary, keys and values of their rows, and their taps.
+
+    On each device of a mesh by itself.  routing: as in `verify_and_commit`.
+    """
     module = model.module
     context = DecodeContext.create(state.cache, state.length, nodes.depth, (nodes.ancestors,) * 2, module.config)
     taps = () if model.draft_params is None else model.draft.config.target_layer_ids
-    stream, rows, taps = module(nodes.token, context, state.cache, taps=taps)
+    stream, rows, taps = module(nodes.token, context, state.cache, taps=taps, routing=routing)
     return module.logit_parts(stream), rows, taps
 
 

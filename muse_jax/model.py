@@ -25,6 +25,7 @@ from muse_jax.sharded_experts import ShardedExperts
 from muse_jax.sharding import ONE_DEVICE, Ranks, ShardingConfig, isolated
 
 Context = FullContext | PrefillContext | DecodeContext
+Routing = tuple[jax.Array, jax.Array]  # expert ids int32 and weights fp32, [rows, num_experts_per_tok]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,11 +161,11 @@ class SparseMLP(nnx.Module):
         self.post_expert_norm = param("post_expert_norm")
         self.post_expert_proj = param("post_expert_proj")
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x: [B, T, D], normed. Returns [B, T, D], rounded."""
+    def __call__(self, x: jax.Array, routing: Routing | None = None) -> jax.Array:
+        """x: [B, T, D], normed.  routing: in place of the router's.  Returns [B, T, D], rounded."""
         config, numerics, dtype = self.config, self.numerics, self.dtype
         rows = x.reshape(-1, x.shape[-1])
-        idx, weights = self.route(rows)
+        idx, weights = self.route(rows) if routing is None else routing
         with jax.named_scope("moe.pre_expert_proj"):
             pooled = column_parallel(rows, self.pre_expert_proj, self.pooled_ranks, dtype)
         pooled = ops.centred_norm(pooled, self.pre_expert_norm[...], config.rms_norm_eps, numerics, dtype)
@@ -186,7 +187,7 @@ class SparseMLP(nnx.Module):
             out = round_to(out, dtype)
         return ops.combine(out, weights, dtype)
 
-    def route(self, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def route(self, rows: jax.Array) -> Routing:
         """rows: [R, D], normed. Returns expert ids and weights, [R, num_experts_per_tok]."""
         config = self.config
         return ops.route(
@@ -281,15 +282,17 @@ class DecoderLayer(nnx.Module):
         self.post_ffn_norm = param("post_ffn_norm")
         self.post_ffn_gate = param("post_ffn_gate")
 
-    def __call__(self, stream: jax.Array, rope: tuple, cache, context: Context):
-        """stream: [B, T, D], the residual stream. Returns the new stream and the layer's new cache."""
+    def __call__(self, stream: jax.Array, rope: tuple, cache, context: Context, routing: Routing | None = None):
+        """stream: [B, T, D], the residual stream.  routing: as in `SparseMLP`.  Returns the new stream and the layer's new
+        cache."""
         config, numerics, dtype = self.config, self.numerics, self.dtype
         x = ops.centred_norm(stream, self.input_norm[...], config.rms_norm_eps, numerics, dtype)
         branch, cache = self.attention(x, rope, cache, context)
         stream = self._blend(stream, ops.rms(branch, config.post_norm_eps), self.post_attention_gate)
 
         x = ops.centred_norm(stream, self.pre_ffn_norm[...], config.rms_norm_eps, numerics, dtype)
-        branch = ops.input_scaled_norm(self.mlp(x), self.post_ffn_norm[...], config.post_norm_eps, numerics, dtype)
+        out = self.mlp(x) if routing is None else self.mlp(x, routing)
+        branch = ops.input_scaled_norm(out, self.post_ffn_norm[...], config.post_norm_eps, numerics, dtype)
         return self._blend(stream, branch, self.post_ffn_gate), cache
 
     def _blend(self, stream: jax.Array, branch: jax.Array, gate: nnx.Param) -> jax.Array:
@@ -300,8 +303,8 @@ class DecoderLayer(nnx.Module):
 
 
 @jax.jit
-def _run_layer(layer: DecoderLayer, stream: jax.Array, rope: tuple, cache, context: Context):
-    return layer(stream, rope, cache, context)
+def _run_layer(layer: DecoderLayer, stream: jax.Array, rope: tuple, cache, context: Context, routing: Routing | None):
+    return layer(stream, rope, cache, context, routing)
 
 
 # On a mesh XLA keeps each layer as a call, too: it compiles many layers faster so (62 layers, two CPU cores: 41 s against 50).
@@ -344,12 +347,18 @@ class MuseSpark(nnx.Module):
         self.lm_head = param("lm_head")
 
     def __call__(
-        self, tokens: jax.Array, context: Context, cache: KVCache | None = None, taps: Sequence[int] = ()
+        self,
+        tokens: jax.Array,
+        context: Context,
+        cache: KVCache | None = None,
+        taps: Sequence[int] = (),
+        routing: Sequence[Routing | None] | None = None,
     ) -> tuple[jax.Array, list, jax.Array | None]:
         """Runs the layers.
 
         Args:     tokens: [B, T] int32.  context: positions and the way to the cache.  cache: None with FullContext.
-                  taps: static; layers whose outputs a draft wants.
+                  taps: static; layers whose outputs a draft wants.  routing: for each layer expert ids and weights to use in
+                  place of the router's, or None.
         Returns:  the residual stream after the last layer, [B, T, D] (fp32, or `dtype` with HF numerics); what
                   `context.attend` gave for each layer; outputs of the layers of `taps` side by side in their order,
                   [B, T, taps * D], None without taps.
@@ -361,7 +370,8 @@ class MuseSpark(nnx.Module):
         outputs, kept = {}, []
         run_layer = _run_layer if self.sharding.num_devices is None else _run_layer_as_call
         for i, layer in enumerate(self.layers):
-            stream, keep = run_layer(layer, stream, rope, None if cache is None else cache.layers[i], context)
+            layer_cache = None if cache is None else cache.layers[i]
+            stream, keep = run_layer(layer, stream, rope, layer_cache, context, None if routing is None else routing[i])
             kept.append(keep)
             if i in taps:
                 outputs[i] = stream

@@ -57,12 +57,15 @@ class Ranks:
 
     count: NUM_RANKS, or 1 where nothing is cut.
     devices: 1: this device runs every rank, and nothing travels; else the size of the mesh axis, inside `jax.shard_map`.
+    loopback: this device is the first of `devices`, without the others: wherever it waits for their data it finds its own. The
+      work of one rank of a large mesh, for measuring; the results mean nothing.
 
     Lists have one entry for each rank of this device, in order.
     """
 
     count: int = 1
     devices: int = 1
+    loopback: bool = False
 
     @property
     def local(self) -> int:
@@ -76,7 +79,7 @@ class Ranks:
 
     def index(self, i: int) -> jax.Array:
         """The number of this device's rank i, int32."""
-        first = lax.axis_index(AXIS) * self.local if self.devices > 1 else 0
+        first = lax.axis_index(AXIS) * self.local if self.devices > 1 and not self.loopback else 0
         return jnp.int32(first + i)
 
     def split(self, x: jax.Array, axis: int, parts: int | None = None) -> list[jax.Array]:
@@ -139,8 +142,8 @@ class Ranks:
         stacked, axis = jnp.stack(terms), terms[0].ndim  # of the last axis of `stacked`
         if self.devices == 1:
             return add(stacked)
-        if stacked.shape[axis] % self.devices or terms[0].size * self.count * 4 <= _ONE_SHOT_BYTES:
-            return add(lax.all_gather(stacked, AXIS, axis=0, tiled=True))
+        if self.loopback or stacked.shape[axis] % self.devices or terms[0].size * self.count * 4 <= _ONE_SHOT_BYTES:
+            return add(self._of_all_devices(stacked))
         stacked = lax.all_to_all(stacked, AXIS, split_axis=axis, concat_axis=0, tiled=True)
         return self._gather(add(stacked)[None], axis - 1)
 
@@ -150,7 +153,7 @@ class Ranks:
         They travel along an axis of their own, and a call puts them side by side: XLA would lay out what it gathers along
         another axis as it likes, and compile what reads it for that layout.
         """
-        stacked = lax.all_gather(stacked, AXIS, axis=0, tiled=True)
+        stacked = self._of_all_devices(stacked)
         return isolated(lambda stacked: lax.collapse(jnp.moveaxis(stacked, 0, axis), axis, axis + 2))(stacked)
 
     def max(self, terms: Sequence[jax.Array]) -> jax.Array:
@@ -158,12 +161,19 @@ class Ranks:
         if self.count == 1:
             return terms[0]
         largest = isolated(lambda *terms: functools.reduce(jnp.maximum, terms))(*terms)
-        return lax.pmax(largest, AXIS) if self.devices > 1 else largest
+        return self._reduced(lax.pmax, largest)
 
     def count_sum(self, terms: Sequence[jax.Array]) -> jax.Array:
         """Integers of all ranks added up, on every device."""
         total = functools.reduce(jnp.add, terms)
-        return lax.psum(total, AXIS) if self.devices > 1 else total
+        return self._reduced(lax.psum, total)
+
+    def _of_all_devices(self, x: jax.Array) -> jax.Array:
+        """The arrays of all devices one after the other along axis 0."""
+        return jnp.concatenate([x] * self.devices) if self.loopback else lax.all_gather(x, AXIS, axis=0, tiled=True)
+
+    def _reduced(self, collective: Callable, x: jax.Array) -> jax.Array:
+        return x if self.devices == 1 or self.loopback else collective(x, AXIS)
 
     def lookup(self, table: jax.Array, ids: jax.Array) -> jax.Array:
         """Rows of a table that is cut by rows.
@@ -176,7 +186,7 @@ class Ranks:
         if self.devices == 1:
             return isolated(lambda table, ids: table[ids])(table, ids)
         rows = table.shape[0]
-        here = ids - lax.axis_index(AXIS) * rows
+        here = ids - self.index(0) * (rows // self.local)
         inside = ((here >= 0) & (here < rows))[..., None]
         found = table[jnp.clip(here, 0, rows - 1)]  # [*ids.shape, D]
         found = jnp.where(inside, found, jnp.zeros_like(found))
@@ -185,7 +195,7 @@ class Ranks:
         padding = -found.shape[-1] % width
         found = jnp.pad(found, [(0, 0)] * ids.ndim + [(0, padding)])
         words = found.reshape(*ids.shape, -1, width) if width > 1 else found
-        words = lax.psum(lax.bitcast_convert_type(words, jnp.uint32), AXIS)
+        words = self._reduced(lax.psum, lax.bitcast_convert_type(words, jnp.uint32))
         rows = lax.bitcast_convert_type(words, found.dtype).reshape(found.shape)
         return rows[..., : table.shape[1]]
 
@@ -201,12 +211,14 @@ class ShardingConfig:
       "rows", the rows themselves. The same bits.
     group_slots: the weighted sum over a token's experts is formed as "expert" has to, first within each rank's experts, then
       over ranks; always so with "expert".
+    loopback: one device plays the first of `num_devices` (`Ranks.loopback`), without a mesh.
     """
 
     num_devices: int | None = None
     moe_sharding: str = "n"
     moe_exchange: str = "sums"
     group_slots: bool = False
+    loopback: bool = False
 
     def __post_init__(self) -> None:
         if self.moe_sharding not in MOE_SHARDINGS:
@@ -227,7 +239,12 @@ class ShardingConfig:
     @property
     def ranks(self) -> Ranks:
         """Of what is cut."""
-        return Ranks() if self.num_devices is None else Ranks(NUM_RANKS, self.num_devices)
+        return Ranks() if self.num_devices is None else Ranks(NUM_RANKS, self.num_devices, self.loopback)
+
+    @property
+    def mesh_size(self) -> int | None:
+        """Devices of the mesh that arrays live on."""
+        return None if self.loopback else self.num_devices
 
 
 # All terms of a sum that go to every device at once rather than a part to each: those of a step of the released model, 16
@@ -303,10 +320,12 @@ def cache_spec(config: ModelConfig | DraftConfig) -> PartitionSpec:
     return PartitionSpec(None, AXIS if cuts_heads(config) else None, None, None)
 
 
-def cache_heads(config: ModelConfig | DraftConfig, num_devices: int | None) -> int:
+def cache_heads(config: ModelConfig | DraftConfig, sharding: ShardingConfig) -> int:
     """KV heads of the caches' arrays: as `copies`, every device has one of its own."""
-    heads = config.num_key_value_heads
-    return heads if num_devices is None or not cuts_heads(config) else max(heads, num_devices)
+    heads, devices = config.num_key_value_heads, sharding.num_devices
+    if devices is None or not cuts_heads(config):
+        return heads
+    return max(heads, devices) // (devices if sharding.loopback else 1)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

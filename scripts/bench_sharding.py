@@ -20,10 +20,10 @@ import hashlib
 import json
 import statistics
 import time
-import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import random_models
 from generate import BAD_INPUT, Parser, leave, open_streams, positive_int, report, virtual_devices
 
 if TYPE_CHECKING:  # JAX takes seconds to import, a mistyped option should not
@@ -124,20 +124,9 @@ def random_model(config: ModelConfig, args: argparse.Namespace, devices: int, la
     where, _ = sharding.placement(mesh, how)
     dtype = jnp.dtype(args.dtype)
 
-    def draw(spec: TensorSpec, key: jax.Array) -> jax.Array:
-        kind, shape, leaf_dtype = spec.path[-1], spec.param_shape, spec.dtype_in(dtype)
-        if kind == "codes":
-            return jax.random.bits(key, shape, jnp.uint8)
-        if kind == "block_scales":  # 2 to 15
-            return jax.lax.bitcast_convert_type(0x40 + (jax.random.bits(key, shape, jnp.uint8) >> 3), leaf_dtype)
-        if kind in ("global_scale", "input_scale"):
-            return jnp.full(shape, 1 / (40 * config.moe_hidden_size**0.5), leaf_dtype)
-        scale = 0.3 if len(spec.shape) == 1 else 2 / spec.param_shape[-1] ** 0.5
-        return (scale * jax.random.uniform(key, shape, minval=-1) + (kind == "final_norm")).astype(leaf_dtype)
-
     def leaf(spec: TensorSpec) -> jax.Array:
-        key = jax.random.key(zlib.crc32(repr(spec.path).encode()))
-        return jax.jit(functools.partial(draw, spec), out_shardings=where(spec))(key)
+        draw = functools.partial(random_models.draw, spec, spec.param_shape, dtype, config.moe_hidden_size)
+        return jax.jit(draw, out_shardings=where(spec))(random_models.key_of(spec))
 
     module = MuseSpark(config, dtype=dtype, activations=args.activations, sharding=how)
     return Model.create(module, parameter_tree(config, leaf), mesh=mesh)
@@ -160,7 +149,7 @@ def time_steps(model: Model, args: argparse.Namespace) -> tuple[list[float], str
         def run(model: Model, state: decoding.DecodeState) -> tuple[decoding.DecodeState, jax.Array, jax.Array]:
             drafted = (state.token[:, None] * 7 + jnp.arange(1, rows, dtype=jnp.int32)[None, :]) % model.config.vocab_size
             nodes = tree.chain(state.token, drafted, jnp.zeros(drafted.shape, jnp.float32))
-            logits, keys_values, _ = decoding._verify(model, state, nodes)
+            logits, keys_values, _ = decoding.verify(model, state, nodes)
             ranks = model.module.vocab_ranks
             choice = decoding.choose(logits, state.length[:, None] + nodes.depth + 1, state.sampling, model.valid_vocab, ranks)
             start = state.length + (choice[:, 0] < 0)

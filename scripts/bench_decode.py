@@ -1,0 +1,425 @@
+"""Times the decode step of one rank of a model that no single device could hold, with random weights.
+
+    python scripts/bench_decode.py --shape full --layers 62 --context 2048 --routing 49     66.6 GB of weights: one H200
+    python scripts/bench_decode.py --shape full --layers 2 --draft                          any GPU
+    python scripts/bench_decode.py                                                          a toy, on a CPU
+
+The device plays rank 0 of --tp: it has that rank's part of every weight and of the caches and does all of its work. There are
+no other ranks; where data of theirs would arrive it finds its own (loopback), so what it computes means nothing, and what
+waiting for others takes is not in the times. Every layer reads exactly --routing distinct experts, which are an input.
+
+    verdict    first: logits, keys and values of two layers against the same weights in fp32
+    verify     one target forward over --rows nodes, choice, acceptance, and the caches' update
+    step       the same after the draft (--draft)
+    bytes      weights that a step must read (layout), of the experts those chosen, and keys and values of the context
+    bandwidth  what a reduction over a large array reads per second on this device, in the same run
+    launches   kernels of one step, counted in a profiler trace (GPU only)
+    tok/s      computed: --acceptance tokens per step, nothing else
+
+Exit code: 0; 1 if the verdict is bad or the device fails; 2 for bad arguments; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import random_models
+from generate import BAD_INPUT, FAILED, INTERRUPTED, Parser, leave, open_streams, positive_int, report
+from show_collectives import full_size
+
+if TYPE_CHECKING:  # JAX takes seconds to import, a mistyped option should not
+    import jax
+
+    from muse_jax.config import ModelConfig
+    from muse_jax.decoding import DecodeState, Model
+    from muse_jax.draft_config import DraftConfig
+    from muse_jax.model import Routing
+    from muse_jax.tree import Tree
+
+NAME = "bench_decode.py"
+WARM_UP = 3
+VERDICT_LAYERS = 2
+# Root mean square of the difference over that of the values. A value is rounded 25 times on the way through two layers to a
+# logit, each time by up to 2^-9 of its size: 0.05 if all errors added up; 0.01 to 0.02 were seen.
+VERDICT_TOLERANCE = 25 * 2.0**-9
+PUBLISHED_ACCEPTANCE = 6.6
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line. Returns the exit code, or raises SystemExit(2) for arguments that do not parse."""
+    open_streams()
+    args = parse_arguments(argv)
+    try:
+        figures = run(args)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ValueError as error:
+        report(f"{NAME}: {error}")
+        return BAD_INPUT
+    except RuntimeError as error:
+        if type(error).__name__ != "JaxRuntimeError":
+            raise
+        report(f"{NAME}: the device failed: {str(error).splitlines()[0][:300]}")
+        return FAILED
+    if args.json:
+        print(json.dumps(figures))
+    return 0 if all(result["verdict"]["good"] for result in figures["results"]) else FAILED
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    import jax
+
+    config, draft_config = shape(args)
+    device = jax.devices()[0]
+    conditions = {
+        "shape": args.shape,
+        "tp": args.tp,
+        "rank": 0,
+        "layers": config.num_hidden_layers,
+        "rows": args.rows,
+        "context": args.context,
+        "routing": args.routing,
+        "activations": args.activations,
+        "dtype": args.dtype,
+        "collectives": "loopback",
+        "device": device.device_kind,
+        "jax": jax.__version__,
+    }
+    report(", ".join(f"{name} {value}" for name, value in conditions.items()))
+    bandwidth = streaming_bandwidth(args)
+    report(f"streaming: {bandwidth / 1e12:.3f} TB/s")
+    bytes_read = step_bytes(config, draft_config, args)
+    results = []
+    for backend in args.backend:
+        verdict = judge(config, args)
+        report(f"{backend}: verdict {'good' if verdict['good'] else 'BAD'}, {verdict['differences']}")
+        if not verdict["good"]:
+            results.append({"backend": backend, "verdict": verdict})
+            continue
+        results.append({"backend": backend, "verdict": verdict} | measure(config, draft_config, args, bytes_read, bandwidth))
+        print_result(results[-1])
+    return {**conditions, "bandwidth_bytes_per_s": bandwidth, "bytes": bytes_read, "results": results}
+
+
+def shape(args: argparse.Namespace) -> tuple[ModelConfig, DraftConfig | None]:
+    """The config to measure and its draft's. Raises ValueError for settings that do not fit it."""
+    from muse_jax.config import TINY
+
+    if args.shape == "full":
+        config, draft = full_size()
+    else:
+        sizes = {"moe_hidden_size": 128, "moe_intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 8}
+        sizes |= {"num_local_experts": 16, "num_experts_per_tok": 4}
+        config, draft = dataclasses.replace(TINY, **sizes, nvfp4_layers=(1,)), None
+    layers = min(args.layers or config.num_hidden_layers, config.num_hidden_layers)
+    if args.layers is not None and args.layers > layers:
+        raise ValueError(f"--layers {args.layers}: the {args.shape} shape has {layers}")
+    config = first_layers(config, layers)
+    if args.draft and draft is None:
+        raise ValueError(f"--draft: the {args.shape} shape has none")
+    if args.draft:
+        draft = dataclasses.replace(draft, target_layer_ids=tuple(min(i, layers - 1) for i in draft.target_layer_ids))
+    most = min(config.num_local_experts, args.rows * config.num_experts_per_tok)
+    if not config.num_experts_per_tok <= args.routing <= most:
+        raise ValueError(
+            f"--routing {args.routing}: {args.rows} rows of {config.num_experts_per_tok} experts each can choose "
+            f"{config.num_experts_per_tok} to {most} distinct ones"
+        )
+    return config, draft if args.draft else None
+
+
+def first_layers(config: ModelConfig, layers: int) -> ModelConfig:
+    per_layer = ("layer_types", "layer_uses_rope", "mlp_layer_types")
+    return dataclasses.replace(
+        config,
+        num_hidden_layers=layers,
+        **{name: getattr(config, name)[:layers] for name in per_layer},
+        nvfp4_layers=tuple(i for i in config.nvfp4_layers if i < layers),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- a step's arguments
+
+
+def make_state(model: Model, args: argparse.Namespace) -> DecodeState:
+    """One sequence of `context` committed positions with random keys and values."""
+    import jax
+    import jax.numpy as jnp
+
+    from muse_jax import decoding
+    from muse_jax.sampling import SamplingParams
+
+    slots = args.context + (args.steps + WARM_UP + 1) * args.rows * 2
+
+    @jax.jit
+    def make(model: Model) -> DecodeState:
+        caches = decoding.empty_caches(model, 1, slots)
+
+        def fill(path: tuple, x: jax.Array) -> jax.Array:
+            if x.dtype == jnp.int32:  # the position in each slot of a ring: the newest before `context` that belongs there
+                ring = x.shape[1]
+                newest = args.context - 1 - (args.context - 1 - jnp.arange(ring, dtype=jnp.int32)) % ring
+                return jnp.where(newest >= 0, newest, -1)[None]
+            key = jax.random.key(zlib.crc32(jax.tree_util.keystr(path).encode()))
+            return jax.random.uniform(key, x.shape, minval=-1).astype(x.dtype)
+
+        cache, draft_cache = jax.tree_util.tree_map_with_path(fill, caches)
+        one = jnp.ones(1, jnp.int32)
+        return decoding.DecodeState(
+            cache=cache,
+            draft_cache=draft_cache,
+            length=one * args.context,
+            token=one,
+            remaining=one << 30,
+            done=jnp.zeros(1, bool),
+            stop_ids=jnp.full((1, 1), decoding.NO_TOKEN, jnp.int32),
+            sampling=SamplingParams.create(1),
+            num_rows=model.num_rows,
+        )
+
+    return make(model)
+
+
+def make_nodes(model: Model, args: argparse.Namespace) -> Tree:
+    """A chain of `rows` tokens of the part of the vocabulary that rank 0 has."""
+    import jax.numpy as jnp
+
+    from muse_jax import tree
+
+    known = model.params["embedding"].shape[0]
+    tokens = (jnp.arange(1, args.rows, dtype=jnp.int32) * 37 % known)[None]
+    return tree.chain(jnp.ones(1, jnp.int32), tokens, jnp.zeros(tokens.shape, jnp.float32))
+
+
+def make_routing(config: ModelConfig, args: argparse.Namespace) -> list[Routing | None]:
+    """For each layer experts of which exactly `routing` are distinct, in different places, with random weights."""
+    import jax.numpy as jnp
+    import numpy as np
+
+    from muse_jax.config import MLPKind
+
+    rng, top_k = np.random.default_rng(0), config.num_experts_per_tok
+    routing: list[Routing | None] = []
+    for kind in config.mlp_layer_types:
+        chosen = rng.permutation(config.num_local_experts)[: args.routing]
+        # Dealt in turn, so that the experts of a row are distinct.
+        idx = np.resize(chosen, (args.rows, top_k))
+        weights = rng.random((args.rows, top_k), np.float32) + 0.1
+        weights *= config.routed_scaling_factor / weights.sum(axis=1, keepdims=True)
+        routing.append((jnp.asarray(idx, jnp.int32), jnp.asarray(weights)) if kind == MLPKind.SPARSE else None)
+    return routing
+
+
+# ------------------------------------------------------------------------------------------------------------- what is said
+
+
+def judge(config: ModelConfig, args: argparse.Namespace) -> dict[str, Any]:
+    """Logits, keys and values of two layers beside those of the same weights in fp32: relative root mean squares."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from flax import nnx
+
+    from muse_jax import decoding
+    from muse_jax.model import MuseSpark
+
+    config = first_layers(config, min(VERDICT_LAYERS, config.num_hidden_layers))
+    model = random_models.rank_zero(config, None, args.tp, args.dtype, args.rows, args.activations)
+    model = dataclasses.replace(model, num_rows=args.rows)
+    nodes, routing = make_nodes(model, args), make_routing(config, args)
+    state = make_state(model, args)
+    run = jax.jit(lambda model, state, nodes, routing: decoding.verify(model, state, nodes, routing)[:2])
+
+    def widen(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)
+
+    module = MuseSpark(config, dtype=jnp.dtype(jnp.float32), activations=args.activations, sharding=model.module.sharding)
+    graph, _ = nnx.split(module)
+    wide = dataclasses.replace(model, graph=graph, params=widen(model.params))
+    names = ("logits", "keys and values")
+    differences = {}
+    for name, ours, exact in zip(
+        names, run(model, state, nodes, routing), run(wide, widen(state), nodes, routing), strict=True
+    ):
+        ours, exact = (
+            np.concatenate([np.ravel(np.asarray(x, np.float32)) for x in jax.tree.leaves(each)]) for each in (ours, exact)
+        )
+        differences[name] = float(np.sqrt(np.mean(np.square(ours - exact)) / np.mean(np.square(exact))))
+    good = all(np.isfinite(value) and value <= VERDICT_TOLERANCE for value in differences.values())
+    return {"good": good, "differences": differences, "tolerance": VERDICT_TOLERANCE, "layers": config.num_hidden_layers}
+
+
+def measure(
+    config: ModelConfig, draft_config: DraftConfig | None, args: argparse.Namespace, bytes_read: dict, bandwidth: float
+) -> dict[str, Any]:
+    import jax
+
+    from muse_jax import decoding
+
+    model = random_models.rank_zero(config, draft_config, args.tp, args.dtype, args.rows, args.activations)
+    model = dataclasses.replace(model, num_rows=args.rows)
+    nodes, routing = make_nodes(model, args), make_routing(config, args)
+    target_only = dataclasses.replace(model, draft_params=None, draft_graph=None)
+
+    def verify(model: Model, state: DecodeState, nodes: Tree, routing: list) -> DecodeState:
+        return decoding.verify_and_commit(model, state, nodes, routing=routing)[0]
+
+    def step(model: Model, state: DecodeState, routing: list) -> DecodeState:
+        nodes, ids, proposal = decoding.propose_nodes(model, state)
+        return decoding.verify_and_commit(model, state, nodes, ids, proposal, routing)[0]
+
+    figures = {
+        "verify": timed(jax.jit(verify, donate_argnums=1), target_only, make_state(target_only, args), args, nodes, routing)
+    }
+    figures["verify"] |= {
+        "bytes": bytes_read["verify"],
+        "bandwidth_share": bytes_read["verify"] / (figures["verify"]["ms"] / 1e3) / bandwidth,
+    }
+    whole = figures["verify"]
+    if draft_config is not None:
+        figures["step"] = whole = timed(jax.jit(step, donate_argnums=1), model, make_state(model, args), args, routing)
+        total = bytes_read["verify"] + bytes_read["draft"]
+        whole |= {"bytes": total, "bandwidth_share": total / (whole["ms"] / 1e3) / bandwidth}
+        figures["draft_ms"] = whole["ms"] - figures["verify"]["ms"]
+    return figures | {"computed_tokens_per_s": args.acceptance / (whole["ms"] / 1e3), "acceptance": args.acceptance}
+
+
+def timed(step: Callable, model: Model, state: DecodeState, args: argparse.Namespace, *rest: Any) -> dict[str, Any]:
+    """Milliseconds of a step, from the call to the end of its work: median, least and most; seconds to compile; launches."""
+    import jax
+
+    began = time.perf_counter()
+    compiled = step.lower(model, state, *rest).compile()
+    compile_seconds = time.perf_counter() - began
+    seconds = []
+    for i in range(args.steps + WARM_UP):
+        began = time.perf_counter()
+        state = jax.block_until_ready(compiled(model, state, *rest))
+        if i >= WARM_UP:
+            seconds.append(time.perf_counter() - began)
+    milliseconds = [1e3 * each for each in seconds]
+    return {
+        "ms": statistics.median(milliseconds),
+        "min_ms": min(milliseconds),
+        "max_ms": max(milliseconds),
+        "compile_s": compile_seconds,
+        "launches": count_launches(lambda: jax.block_until_ready(compiled(model, state, *rest))),
+        "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+    }
+
+
+def count_launches(function: Callable) -> int | None:
+    """Kernels and copies that a GPU runs meanwhile, from a profiler trace; None without a GPU."""
+    import jax
+
+    if jax.default_backend() != "gpu":
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            function()
+        (trace,) = Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(trace))
+        streams = [line for plane in data.planes if "GPU" in plane.name for line in plane.lines if "Stream" in line.name]
+        return sum(len(list(line.events)) for line in streams)
+
+
+def streaming_bandwidth(args: argparse.Namespace) -> float:
+    """Bytes per second that a sum over a large array reads: the best of five."""
+    import jax
+    import jax.numpy as jnp
+
+    size = 4 << 30 if jax.default_backend() == "gpu" else 64 << 20
+    x = jax.jit(lambda: jnp.ones(size // 4, jnp.int32))()
+    total = jax.jit(lambda x: jnp.sum(x.reshape(1024, -1), axis=1))
+    jax.block_until_ready(total(x))
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        jax.block_until_ready(total(x))
+        seconds.append(time.perf_counter() - began)
+    return size / min(seconds)
+
+
+def step_bytes(config: ModelConfig, draft_config: DraftConfig | None, args: argparse.Namespace) -> dict[str, int]:
+    """Bytes that rank 0 must read in a step: every weight once, of the experts those chosen, of the embedding the rows."""
+    from muse_jax.layout import draft_tensors, text_tensors
+
+    def part(spec: Any) -> int:
+        sizes = [each.stop - each.start for each in spec.rank_part(args.tp, 0)]
+        total = spec.dtype_in(args.dtype).itemsize
+        for size in sizes:
+            total *= size
+        if "embedding" in spec.path:
+            return total // sizes[0] * args.rows
+        if not {"gate_up", "down"}.isdisjoint(spec.path):
+            return total // sizes[0] * args.routing
+        return total
+
+    item = 2 if args.dtype == "bfloat16" else 4
+    heads = max(1, config.num_key_value_heads // args.tp)
+    positions = sum(min(args.context, (config.window(i) or args.context)) for i in range(config.num_hidden_layers))
+    keys_values = 2 * heads * config.head_dim * item * positions
+    result = {"weights": sum(map(part, text_tensors(config))), "keys_values": keys_values}
+    result["verify"] = result["weights"] + keys_values
+    if draft_config is not None:
+        lm_head = next(spec for spec in text_tensors(config) if spec.path == ("lm_head",))
+        result["draft"] = sum(map(part, draft_tensors(draft_config))) + part(lm_head)
+    return result
+
+
+def print_result(result: dict[str, Any]) -> None:
+    for name in ("verify", "step"):
+        if name not in result:
+            continue
+        each = result[name]
+        launches = "" if each["launches"] is None else f", {each['launches']} launches"
+        print(
+            f"{result['backend']:<12} {name:<7} {each['ms']:9.3f} ms (min {each['min_ms']:.3f}, max {each['max_ms']:.3f}), "
+            f"{each['bytes'] / 1e9:.3f} GB, {each['bandwidth_share']:.1%} of the bandwidth{launches}, "
+            f"compiled in {each['compile_s']:.1f} s"
+        )
+    if "draft_ms" in result:
+        print(f"{result['backend']:<12} draft   {result['draft_ms']:9.3f} ms, the difference of the two")
+    print(
+        f"{result['backend']:<12} computed {result['computed_tokens_per_s']:,.0f} tok/s at {result['acceptance']:g} tokens per "
+        "step, without what collectives take"
+    )
+    sys.stdout.flush()
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    add("--shape", choices=("full", "tiny"), default="tiny", help="the released model, or a toy (default: tiny)")
+    add("--tp", type=int, choices=(2, 4, 8), default=8, help="ranks that would share the model (default: 8)")
+    add("--layers", type=positive_int, metavar="N", help="the first N layers only")
+    add("--rows", type=positive_int, default=16, metavar="N", help="nodes that a step verifies (default: 16)")
+    add("--context", type=positive_int, default=2048, metavar="N", help="committed positions (default: 2048)")
+    add("--routing", type=positive_int, metavar="N", help="distinct experts of a layer (default: 49, of the toy 8)")
+    add("--steps", type=positive_int, default=20, metavar="N", help="timed steps (default: 20)")
+    add("--backend", choices=("xla",), nargs="+", default=["xla"], help="(default: xla)")
+    add("--draft", action="store_true", help="with the draft, of the published shape")
+    add("--activations", choices=("bf16", "nvfp4"), default="bf16", help="of NVFP4 experts (default: bf16)")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the other weights (default: bfloat16)")
+    add("--acceptance", type=float, default=PUBLISHED_ACCEPTANCE, metavar="X", help="tokens per step (default: 6.6, published)")
+    add("--json", action="store_true", help="end stdout with a line that holds the figures as a JSON object")
+    args = parser.parse_args(argv)
+    if args.routing is None:
+        args.routing = 49 if args.shape == "full" else 8
+    if not args.acceptance >= 1:
+        parser.error(f"--acceptance {args.acceptance:g}: a step commits at least one token")
+    return args
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,74 @@
+"""Random weights on the device that uses them, and one rank's part of a model: what benchmarks without a checkpoint measure."""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # JAX takes seconds to import, a mistyped option should not
+    import jax
+
+    from muse_jax.config import ModelConfig
+    from muse_jax.decoding import Model
+    from muse_jax.draft_config import DraftConfig
+    from muse_jax.layout import TensorSpec
+
+
+def draw(spec: TensorSpec, shape: tuple[int, ...], dtype: jax.typing.DTypeLike, width: int, key: jax.Array) -> jax.Array:
+    """Random values for a parameter or a part of it, of magnitudes that keep activations near one.
+
+    Args:     shape: of the part.  dtype: the model's.  width: columns of the experts' matrices.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    kind, leaf_dtype = spec.path[-1], spec.dtype_in(dtype)
+    if kind == "codes":
+        return jax.random.bits(key, shape, jnp.uint8)
+    if kind == "block_scales":  # 2 to 15
+        return jax.lax.bitcast_convert_type(0x40 + (jax.random.bits(key, shape, jnp.uint8) >> 3), leaf_dtype)
+    if kind in ("global_scale", "input_scale"):
+        return jnp.full(shape, 1 / (40 * width**0.5), leaf_dtype)
+    scale = 0.3 if len(spec.shape) == 1 else 2 / spec.param_shape[-1] ** 0.5
+    return (scale * jax.random.uniform(key, shape, minval=-1) + float(kind == "final_norm")).astype(leaf_dtype)
+
+
+def key_of(spec: TensorSpec) -> jax.Array:
+    """Different for each parameter, the same in every run."""
+    import jax
+
+    return jax.random.key(zlib.crc32(repr(spec.path).encode()))
+
+
+def rank_zero(
+    config: ModelConfig, draft_config: DraftConfig | None, tp: int, dtype: jax.typing.DTypeLike, rows: int, activations: str
+) -> Model:
+    """What rank 0 of `tp` has of a model with random weights, and its work: `ShardingConfig.loopback` stands in for the others.
+
+    Args:     rows: of a step.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from muse_jax.decoding import Model
+    from muse_jax.draft import DFlash2
+    from muse_jax.layout import parameter_tree
+    from muse_jax.model import MuseSpark
+    from muse_jax.sharding import ShardingConfig
+
+    how = ShardingConfig(tp, loopback=True)
+    compiled = jax.jit(draw, static_argnums=(0, 1, 2, 3))
+    like: dict[tuple, TensorSpec] = {}
+
+    def leaf(spec: TensorSpec) -> jax.Array:
+        shape = tuple(part.stop - part.start for part in spec.rank_part(tp, 0))
+        first = like.setdefault((spec.path[-1], spec.param_shape, spec.dtype_in(dtype)), spec)  # one program for all layers
+        return compiled(first, shape, jnp.dtype(dtype), config.moe_hidden_size, key_of(spec))
+
+    settings = {"dtype": jnp.dtype(dtype), "sharding": how}
+    drafted = {}
+    if draft_config is not None:
+        draft_config.check_fits(config)
+        drafted = {"draft": DFlash2(draft_config, **settings), "draft_params": parameter_tree(draft_config, leaf)}
+    module = MuseSpark(config, activations=activations, **settings)
+    return Model.create(module, parameter_tree(config, leaf), **drafted, tree_size=rows)
