@@ -329,7 +329,8 @@ def _state_specs(model: Model, state: DecodeState) -> DecodeState:
 
 
 def _step(model: Model, state: DecodeState) -> tuple[DecodeState, StepOutput, tuple[Tree, jax.Array, jax.Array]]:
-    nodes, ids, proposal = _propose(model, state)
+    with jax.named_scope("draft"):
+        nodes, ids, proposal = _propose(model, state)
     return verify_and_commit(model, state, nodes, ids, proposal)
 
 
@@ -353,7 +354,8 @@ def verify_and_commit(
     accepted, path = tree.accept(nodes, choice)
     emitted = jnp.take_along_axis(choice, path, axis=1)
     new, out = _emit(model, state, emitted, accepted)
-    cache, draft_cache = _commit(model, state, rows, taps, path, emitted)
+    with jax.named_scope("commit"):
+        cache, draft_cache = _commit(model, state, rows, taps, path, emitted)
     new = dataclasses.replace(new, cache=cache, draft_cache=draft_cache, length=state.length + out.count)
     return new, out, (nodes, path, ranks.join(logits, -1))
 

@@ -242,8 +242,10 @@ class Module:
 
 
 def scopes(op_name: str) -> tuple[str, ...]:
-    """Names that `jax.named_scope` gave, outermost first: op_name without the primitive and what JAX itself adds."""
-    added = r"jit\(.*|pjit|shard_map|while|body|cond|branch_\d+_fun|closed_call|core_call|checkpoint|eval_jaxpr|custom_.*_call"
+    """Names that `jax.named_scope` gave, outermost first: op_name without the primitive and what JAX itself adds (the
+    formula of an einsum, too)."""
+    control = r"while|body|cond|branch_\d+_fun"
+    added = rf"{control}|jit\(.*|pjit|shard_map|closed_call|core_call|checkpoint|eval_jaxpr|custom_.*_call|.*->.*"
     return tuple(part for part in op_name.split("/")[:-1] if not re.fullmatch(added, part))
 
 

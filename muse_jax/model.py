@@ -287,11 +287,13 @@ class DecoderLayer(nnx.Module):
         cache."""
         config, numerics, dtype = self.config, self.numerics, self.dtype
         x = ops.centred_norm(stream, self.input_norm[...], config.rms_norm_eps, numerics, dtype)
-        branch, cache = self.attention(x, rope, cache, context)
+        with jax.named_scope("attention"):
+            branch, cache = self.attention(x, rope, cache, context)
         stream = self._blend(stream, ops.rms(branch, config.post_norm_eps), self.post_attention_gate)
 
         x = ops.centred_norm(stream, self.pre_ffn_norm[...], config.rms_norm_eps, numerics, dtype)
-        out = self.mlp(x) if routing is None else self.mlp(x, routing)
+        with jax.named_scope("moe" if isinstance(self.mlp, SparseMLP) else "mlp"):
+            out = self.mlp(x) if routing is None else self.mlp(x, routing)
         branch = ops.input_scaled_norm(out, self.post_ffn_norm[...], config.post_norm_eps, numerics, dtype)
         return self._blend(stream, branch, self.post_ffn_gate), cache
 
@@ -400,4 +402,5 @@ class MuseSpark(nnx.Module):
 
         weight = fp32(self.final_norm[...])[None, None, :]
         x = round_to(ops.rms(stream, config.rms_norm_eps) * weight, self.dtype)
-        return ranks.run(of_rank, x, ranks.split(self.lm_head[...], 0))
+        with jax.named_scope("lm_head"):
+            return ranks.run(of_rank, x, ranks.split(self.lm_head[...], 0))

@@ -1,0 +1,178 @@
+"""Records one decode step as a trace that https://ui.perfetto.dev shows, with the names that operations have in the model.
+
+    python scripts/profile_step.py                              the bundled model and its draft: step.trace.json.gz
+    python scripts/profile_step.py --devices 8 --out eight.trace.json.gz
+    python scripts/profile_step.py --speculation off --top 20
+
+Every operation that the device ran in the step is an event: its name is the path of the model's scopes and the operation that
+it came from, its arguments say what XLA calls it. Operations of all layers of a kind have the same names. The table sums up by
+scope; on several devices, over all of them. A profiler slows a step down, small operations most: times are for comparing parts.
+
+Exit code: 0; 1 if the device fails; 2 for bad arguments or files; 130 after Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import gzip
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from generate import (
+    BAD_INPUT,
+    BUNDLED,
+    FAILED,
+    INTERRUPTED,
+    Parser,
+    broken_pipe,
+    directory,
+    leave,
+    make_mesh,
+    open_streams,
+    positive_int,
+    report,
+    tree_size,
+)
+
+if TYPE_CHECKING:
+    from muse_jax.hlo import Module
+
+NAME = "profile_step.py"
+WARM_UP = 3
+PROMPT = "Tom has 3 apples and buys 4 more. How many apples does he have?"
+STEPS_LEFT = 64  # tokens that may still come, so that a step is not the last one
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line. Returns the exit code, or raises SystemExit(2) for arguments that do not parse."""
+    open_streams()
+    args = parse_arguments(argv)
+    try:
+        figures = profile(args)
+        if args.json:
+            print(json.dumps(figures))
+        else:
+            print_table(figures, args.top)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        return broken_pipe()
+    except (ValueError, OSError) as error:
+        report(f"{NAME}: {' '.join(str(error).split())}")
+        return BAD_INPUT
+    except RuntimeError as error:
+        if type(error).__name__ != "JaxRuntimeError":
+            raise
+        report(f"{NAME}: the device failed: {str(error).splitlines()[0][:300]}")
+        return FAILED
+    return 0
+
+
+def profile(args: argparse.Namespace) -> dict[str, Any]:
+    """Writes the trace. Raises ValueError or OSError with one line for bad settings or files."""
+    import jax
+
+    import muse_jax
+    from muse_jax import hlo
+
+    if not args.out.parent.is_dir():
+        raise ValueError(f"--out {args.out}: there is no directory {args.out.parent}")
+    if args.out.is_dir():
+        raise ValueError(f"--out {args.out}: is a directory, expected a file's name")
+    muse = muse_jax.load(
+        args.checkpoint,
+        mesh=make_mesh(args.devices),
+        backend=args.backend,
+        dtype=args.dtype,
+        speculation=args.speculation,
+        tree_size=args.tree_size,
+    )
+    tokens = [1, 2, 3] if muse.tokenizer is None else muse.tokenizer.encode(PROMPT)
+    state, _ = muse.prefill([tokens], max_new_tokens=STEPS_LEFT * muse.model.num_rows, stop_token_ids=[])
+    step = jax.jit(muse_jax.decode, donate_argnames="state").lower(muse.model, state).compile()
+    for _ in range(WARM_UP):
+        state, out = step(muse.model, state)
+    jax.block_until_ready(out)
+    with tempfile.TemporaryDirectory() as folder:
+        options = jax.profiler.ProfileOptions()
+        options.python_tracer_level = 0
+        with jax.profiler.trace(folder, create_perfetto_trace=True, profiler_options=options):
+            jax.block_until_ready(step(muse.model, state))
+        (recorded,) = Path(folder).rglob("perfetto_trace.json.gz")
+        trace = json.loads(gzip.decompress(recorded.read_bytes()))
+    events, seconds = named(trace["traceEvents"], hlo.parse(step.as_text()))
+    if not seconds:
+        raise RuntimeError("the profiler recorded no operation of the step")
+    partial = args.out.with_name(f".{args.out.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(gzip.compress(json.dumps(trace | {"traceEvents": events}).encode()))
+        partial.replace(args.out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return {
+        "trace": str(args.out),
+        "backend": muse.backend,
+        "devices": args.devices or 1,
+        "device": jax.devices()[0].device_kind,
+        "jax": jax.__version__,
+        "operations": sum(count for count, _ in seconds.values()),
+        "scopes": {scope: {"operations": count, "us": us} for scope, (count, us) in seconds.items()},
+    }
+
+
+def named(events: list[dict], module: Module) -> tuple[list[dict], dict[str, tuple[int, float]]]:
+    """The device's events under the model's names, and the number and microseconds of each scope's, longest first."""
+    from muse_jax import hlo
+
+    op_names = {i.name: i.op_name for computation in module.computations.values() for i in computation.instructions.values()}
+    kept, sums = [], collections.defaultdict(lambda: [0, 0.0])
+    containers = {"while", "call", "conditional"}
+    opcodes = {i.name: i.opcode for computation in module.computations.values() for i in computation.instructions.values()}
+    for event in events:
+        if event.get("ph") == "M":
+            kept.append(event)
+            continue
+        xla_name = event.get("args", {}).get("hlo_op")
+        if event.get("ph") != "X" or xla_name not in op_names:
+            continue
+        op_name = op_names[xla_name]
+        scope = "/".join(hlo.scopes(op_name)) or "(no scope)"
+        operation = op_name.rpartition("/")[2] or opcodes[xla_name]
+        kept.append(event | {"name": f"{scope}/{operation}", "args": event["args"] | {"op_name": op_name}})
+        if opcodes[xla_name] not in containers:  # what runs inside has events of its own
+            sums[scope][0] += 1
+            sums[scope][1] += event.get("dur", 0.0)
+    return kept, {scope: tuple(sums[scope]) for scope in sorted(sums, key=lambda scope: -sums[scope][1])}
+
+
+def print_table(figures: dict[str, Any], top: int) -> None:
+    print(f"{figures['trace']}: {figures['operations']} operations, {figures['device']}, backend {figures['backend']}")
+    total = sum(each["us"] for each in figures["scopes"].values())
+    for scope, each in list(figures["scopes"].items())[:top]:
+        print(f"{each['us']:10.1f} us  {each['us'] / total:5.1%}  {each['operations']:5d}  {scope}")
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = Parser(prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    add = parser.add_argument
+    add("--checkpoint", type=directory, default=BUNDLED, metavar="DIR", help="model (default: the bundled one)")
+    add("--out", type=Path, default=Path("step.trace.json.gz"), metavar="FILE", help="(default: step.trace.json.gz)")
+    add("--devices", type=positive_int, metavar="N", help="share the work among N devices; virtual ones on a CPU")
+    add("--backend", default="auto", help="as of generate.py (default: auto)")
+    add("--dtype", choices=("bfloat16", "float32"), help="of the weights (default: the checkpoint's, on a CPU float32)")
+    add("--speculation", choices=("tree", "chain", "off"), default="tree", help="what a step verifies (default: tree)")
+    add("--tree-size", type=tree_size, default=16, metavar="N", help="nodes of the tree (default: 16)")
+    add("--top", type=positive_int, default=15, metavar="N", help="lines of the table (default: 15)")
+    add("--json", action="store_true", help="print one JSON object instead of the table")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    leave(main())
