@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # JAX takes seconds to import, a mistyped option should not
     from muse_jax.roofline import Device, Phase, Settings
 
 NAME = "roofline.py"
+DEFAULT_CONTEXT = 2048
 TERMS = ("weights", "kv", "launches", "syncs", "exchanges")
 CONSTANTS = {"bandwidth": "bandwidth", "launch": "launch_us", "sync": "sync_us", "latency": "latency_us", "link": "link"}
 
@@ -168,9 +169,10 @@ def read_settings(args: argparse.Namespace, config: ModelConfig) -> tuple[Settin
     from muse_jax.config import MLPKind
     from muse_jax.roofline import Settings, uniform_experts
 
-    if args.context + args.rows > config.max_position_embeddings:
-        most = config.max_position_embeddings - args.rows
-        raise ValueError(f"--context {args.context}: at most {most}, which leaves room for the rows of the step")
+    room = config.max_position_embeddings - args.rows
+    context = min(DEFAULT_CONTEXT, room) if args.context is None else args.context
+    if not 1 <= context <= room:
+        raise ValueError(f"--context {context}: at most {room}, which leaves room for the rows of the step")
     if args.activations == "nvfp4" and not config.nvfp4_layers:
         raise ValueError("--activations nvfp4: this checkpoint has no NVFP4 experts, so only bf16 is allowed")
     experts, source = args.experts, "given"
@@ -190,7 +192,7 @@ def read_settings(args: argparse.Namespace, config: ModelConfig) -> tuple[Settin
             f"--experts {experts:g}: expected {each} (one row's) to {most} (each row has its own, or all there are)"
         )
     activations = args.activations or ("nvfp4" if config.nvfp4_layers else "bf16")
-    return Settings(args.tp, args.rows, args.context, float(experts), activations, args.moe_exchange), source
+    return Settings(args.tp, args.rows, context, float(experts), activations, args.moe_exchange), source
 
 
 def read_device(args: argparse.Namespace) -> tuple[Device, dict[str, dict[str, Any]]]:
@@ -247,10 +249,8 @@ class Line(NamedTuple):
         return {"what": self.what, "verify_ms": self.verify, "draft_ms": self.draft, "step_ms": step, "how": self.how}
 
 
-def plus(what: str, lines: Sequence[Line], how: str = "") -> Line:
-    return Line(
-        what, sum(line.verify for line in lines), sum(line.draft for line in lines), how, sum(line.outside for line in lines)
-    )
+def total(what: str, lines: Sequence[Line]) -> Line:
+    return Line(what, sum(line.verify for line in lines), sum(line.draft for line in lines))
 
 
 def minus(what: str, line: Line, other: Line, how: str = "") -> Line:
@@ -281,16 +281,13 @@ def tell_story(
             what, *(number * us / 1e3 for number in numbers), f"{numbers[0]:,} and {numbers[1]:,} {how}, {us:.3g} us each"
         )
 
-    def spent(what: str, term: str, how: str) -> Line:
-        return Line(what, *(sum(phase.times(device)[term] for phase in half) / 1e3 for half in halves), how)
-
     def published(form: str) -> Line:
         told = PUBLISHED[form]
         outside = told["step_ms"] - told["verify_ms"] - told["draft_ms"]
         return Line("published", told["verify_ms"], told["draft_ms"], f"{outside:.2f} of the step in neither half", outside)
 
     def closed(lines: list[Line], told: Line) -> list[Line]:
-        explained = plus("these terms", lines)
+        explained = total("these terms", lines)
         return [*lines, explained, told, minus("remainder", told, explained, "what these terms do not explain")]
 
     floor = Line(
@@ -299,8 +296,8 @@ def tell_story(
         " and ".join(f"{gb(half):.2f} GB" for half in halves),
     )
 
-    # In the ordinary chain a rank has whole experts, and all of some of the draft's matrices; what ranks add travels in bf16
-    # and one shot.
+    # In the ordinary chain (sglang 0.5.23) a rank has whole experts, and all of some of the draft's matrices. What ranks add is
+    # taken to travel in bf16 and in one shot, which is the least latency.
     busiest, even = roofline.busiest_rank(round(settings.experts), config.num_local_experts, tp), settings.experts / tp
     more = gb(phases, ("expert_gate_up", "expert_down")) * (busiest / even - 1)
     how = f"{busiest:.2f} of {settings.experts:g} on the busiest, not {even:.2f}: {more:.2f} GB"
@@ -324,7 +321,8 @@ def tell_story(
 
     fewer = times("launches", launches, device.launch.value, "published")
     points = times("grid-wide points in a launch", counts("syncs"), device.sync.value, "computed")
-    exchanged = spent("exchanges", "exchanges", "{} and {}: latency and bytes".format(*counts("exchanges")))
+    waited = (sum(phase.times(device)["exchanges"] for phase in half) / 1e3 for half in halves)
+    exchanged = Line("exchanges", *waited, "{} and {}: latency and bytes".format(*counts("exchanges")))
 
     saved = [n - less for n, less in zip(chain_launches, launches, strict=True)]
     bought = [
@@ -541,7 +539,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     model.add_argument("--story", action="store_true", help="what was published beside these terms, under its conditions")
     add("--tp", type=int, choices=(1, 2, 4, 8), help="ranks that share the work (default: 8)")
     add("--rows", type=num_rows, metavar="N", help="that a step verifies, 1 to 32; 1 without draft (default: 16)")
-    add("--context", type=positive_int, default=2048, metavar="N", help="positions before the step (default: 2048)")
+    add("--context", type=positive_int, metavar="N", help=f"positions before the step (default: {DEFAULT_CONTEXT})")
     experts_help = "different ones that a layer's rows use (default: 49 for 16 rows of --full-size, else as if all were alike)"
     add("--experts", type=amount, metavar="N", help=experts_help)
     add("--activations", choices=("bf16", "nvfp4"), help="between NVFP4 experts' GEMMs (default: nvfp4)")
