@@ -351,29 +351,15 @@ def streaming_bandwidth(args: argparse.Namespace) -> float:
 
 
 def step_bytes(config: ModelConfig, draft_config: DraftConfig | None, args: argparse.Namespace) -> dict[str, int]:
-    """Bytes that rank 0 must read in a step: every weight once, of the experts those chosen, of the embedding the rows."""
-    from muse_jax.layout import draft_tensors, text_tensors
+    """Bytes that rank 0 must read in a step: every weight once, of the experts those chosen, keys and values that are seen."""
+    from muse_jax import roofline
 
-    def part(spec: Any) -> int:
-        sizes = [each.stop - each.start for each in spec.rank_part(args.tp, 0)]
-        total = spec.dtype_in(args.dtype).itemsize
-        for size in sizes:
-            total *= size
-        if "embedding" in spec.path:
-            return total // sizes[0] * args.rows
-        if not {"gate_up", "down"}.isdisjoint(spec.path):
-            return total // sizes[0] * args.routing
-        return total
-
-    item = 2 if args.dtype == "bfloat16" else 4
-    heads = max(1, config.num_key_value_heads // args.tp)
-    positions = sum(min(args.context, (config.window(i) or args.context)) for i in range(config.num_hidden_layers))
-    keys_values = 2 * heads * config.head_dim * item * positions
-    result = {"weights": sum(map(part, text_tensors(config))), "keys_values": keys_values}
-    result["verify"] = result["weights"] + keys_values
-    if draft_config is not None:
-        lm_head = next(spec for spec in text_tensors(config) if spec.path == ("lm_head",))
-        result["draft"] = sum(map(part, draft_tensors(draft_config))) + part(lm_head)
+    config = dataclasses.replace(config, dtype=args.dtype)
+    settings = roofline.Settings(args.tp, args.rows, args.context, args.routing, args.activations)
+    phases = roofline.step(config, draft_config, settings)
+    result = {}
+    for name, in_draft in (("verify", False), ("draft", True)):
+        result[name] = sum(phase.weight_bytes + phase.kv_bytes for phase in phases if phase.in_draft == in_draft)
     return result
 
 

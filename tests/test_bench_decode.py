@@ -90,7 +90,7 @@ def test_routing_reads_so_many_experts(routing):
 
 
 def test_bytes_of_the_released_model():
-    """muse_spark.md section 6: 17.0 GB for a verify step of one rank, of which lm_head is 414 MB."""
+    """muse_spark.md section 6: 17.0 GB for a verify step of one rank at 49 experts."""
     args = bench_decode.parse_arguments(["--shape", "full", "--draft"])
     config, draft = bench_decode.shape(args)
     found = bench_decode.step_bytes(config, draft, args)
