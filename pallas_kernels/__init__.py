@@ -1,0 +1,1 @@
+"""Fused GPU kernels on plain arrays, each beside its plain jnp reference."""
