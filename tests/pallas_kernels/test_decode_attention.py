@@ -79,14 +79,9 @@ def test_reference_is_what_the_model_does(rng, dtype, slots):
 # ---- The kernels, interpreted -------------------------------------------------------------------------------------------
 
 
-def run_linear(args, config=SMALL, **options):
-    options = {"scale": SCALE, "config": config, "interpret": compat.interpret_params(), **options}
-    return jax.jit(lambda *args: attend_linear(*args, **options))(*args)
-
-
-def run_ring(args, window, config=SMALL):
-    options = {"scale": SCALE, "config": config, "interpret": compat.interpret_params(), "window": window}
-    return jax.jit(lambda *args: attend_ring(*args, **options))(*args)
+def linear(config=SMALL):
+    options = {"scale": SCALE, "config": config, "interpret": compat.interpret_params()}
+    return jax.jit(lambda *args: attend_linear(*args, **options))
 
 
 @interpreted
@@ -95,7 +90,7 @@ def test_lengths_at_edges(rng):
     lengths = jnp.array([0, 1, 63, 64, 65, 200], jnp.int32)
     arrays, visible = tensors(rng, len(lengths), 16, 8, 1, 200)
     args = (*arrays, lengths, visible)
-    check_near(lambda *args: reference.attend_linear(*args, scale=SCALE), args, run_linear(args))
+    check_near(lambda *args: reference.attend_linear(*args, scale=SCALE), args, linear()(*args))
 
 
 @interpreted
@@ -103,10 +98,13 @@ def test_what_nobody_sees_does_not_matter(rng):
     """Keys may be NaN; values may be huge, and NaN in blocks that are not read."""
     (q, k, v, k_rows, v_rows), visible = tensors(rng, 1, 16, 16, 2, 256)
     length = jnp.array([70], jnp.int32)
-    out = run_linear((q, k, v, k_rows, v_rows, length, visible))
+    function = linear()
+    args = (q, k, v, k_rows, v_rows, length, visible)
+    out = function(*args)
+    check_near(lambda *args: reference.attend_linear(*args, scale=SCALE), args, out)
     k = k.at[:, :, 70:].set(jnp.nan)
     v = v.at[:, :, 70:128].set(3e38).at[:, :, 128:].set(jnp.nan)
-    poisoned = run_linear((q, k, v, k_rows, v_rows, length, visible))
+    poisoned = function(q, k, v, k_rows, v_rows, length, visible)
     np.testing.assert_array_equal(out, poisoned)
 
 
@@ -123,7 +121,8 @@ def test_ring_filling_wrapped_and_beside_rows_that_see_only_themselves(rng):
     # Rows of an unfinished step: not committed, so hidden, whatever their position.
     held = held.at[0, 50].set(45)
     args = (*arrays, held, start, positions, visible)
-    out = run_ring(args, window)
+    options = {"window": window, "scale": SCALE, "config": SMALL, "interpret": compat.interpret_params()}
+    out = jax.jit(lambda *args: attend_ring(*args, **options))(*args)
     check_near(lambda *args: reference.attend_ring(*args, window=window, scale=SCALE), args, out)
 
 
@@ -133,7 +132,8 @@ def test_few_rows(rng, rows):
     """They are padded to 8; more splits than blocks and fewer warpgroups than splits."""
     arrays, visible = tensors(rng, 1, rows, 16, 1, 128)
     args = (*arrays, jnp.array([100], jnp.int32), visible)
-    out = run_linear(args, DecodeAttentionConfig(block=64, stages=1, splits=9, merge_warpgroups=2))
+    config = DecodeAttentionConfig(block=64, stages=1, splits=9, merge_warpgroups=2, merge_columns=32)
+    out = linear(config)(*args)
     check_near(lambda *args: reference.attend_linear(*args, scale=SCALE), args, out)
 
 
