@@ -117,7 +117,7 @@ def attend_linear(
               k_rows, v_rows: [B, K, T, H] bf16.  lengths: [B] int32, clamped to 0 .. slots.
               rows_visible: [B, T, T] bool, which rows each row sees; each sees itself.
               scale: of the scores; interpret: False, or what `compat.interpret_params` returns.
-    Returns:  [B, T, N, H] fp32.
+    Returns:  [B, T, N, H] fp32; zeros for a row that sees nothing.
     Rounding: scores, softmax and sums fp32; weights are rounded to bf16 where they meet values, relative to the maximum of
               the keys before and in the same block; one division at the end.
     Hidden:   keys that nobody sees may hold anything; values that nobody sees, in a block that is read, must be finite.
@@ -216,9 +216,10 @@ def _attend(shape: _Shape, q, k, v, k_rows, v_rows, seen, oldest, rows_visible, 
     if padding:
         q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
         k_rows, v_rows = (jnp.pad(x, ((0, 0), (0, 0), (0, padding), (0, 0))) for x in (k_rows, v_rows))
-    bits = jnp.sum(jnp.where(rows_visible, jnp.int32(1) << lax.iota(jnp.int32, shape.rows)[None, None, :], 0), axis=-1)
+    bit = jnp.int32(1) << lax.iota(jnp.int32, shape.rows)[None, None, :]
+    bits = jnp.sum(jnp.where(rows_visible, bit, 0), axis=-1, dtype=jnp.int32)
     # What each pair of row and query head sees: the oldest position, and one bit for each row of the step.
-    row_info = jnp.stack([oldest, bits.astype(jnp.int32)], axis=1)
+    row_info = jnp.stack([oldest, bits], axis=1)
     row_info = jnp.pad(row_info, ((0, 0), (0, 0), (0, shape.tiles * shape.tile_steps - shape.rows)))
     row_info = jnp.repeat(row_info, shape.groups, axis=-1).reshape(shape.batch, 2, shape.tiles, TILE)
     row_info = row_info.transpose(0, 2, 1, 3)
@@ -310,7 +311,6 @@ def _split(shape: _Shape, q, k, v, k_rows, v_rows, seen, row_info, is_ring, scal
                 total = total * rescale + jnp.sum(weights, axis=1)
                 weights = weights.astype(jnp.bfloat16)
                 before_values()
-
                 added = compat.matmul_from_registers(weights, v_tile, interpret)
                 values = values * lax.broadcast_in_dim(rescale, values.shape, [0]) + added
                 return values, new_maximum, total
@@ -412,7 +412,6 @@ def _merge(shape: _Shape, values: jax.Array, stats: jax.Array, interpret: Any) -
 
     def kernel(values, stats, out, values_smem, stats_smem, out_smem, done):
         column, tile, kv_head, b = (lax.axis_index(name) for name in ("column", "tile", "kv_head", "batch"))
-        kv_head, b = lax.rem(kv_head, jnp.int32(shape.kv_heads)), b
         wg = lax.axis_index("wg")
 
         def merge(parts):
