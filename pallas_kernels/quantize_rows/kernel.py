@@ -1,0 +1,82 @@
+"""NVFP4 quantisation of rows of activations in one launch; a CTA has a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.experimental.pallas as pl
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.common import (
+    PIECE,
+    PIECE_LAYOUT,
+    exchange,
+    exchange_scratch,
+    in_pieces,
+    kernel,
+    loader,
+    per_warp,
+    pieces_of_warpgroup,
+    store,
+)
+from pallas_kernels.quantize_rows.reference import BLOCK, block_scales, e2m1, row_scale
+
+_PAIRS = BLOCK // 2
+# Pairs of values that share a byte, [blocks, 8, 2]: a warp has four blocks, a thread a pair of each.
+_PAIRS_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((16, 8, 2), (4, 8, 2))), (-6,), (-3, -2), -1)
+
+
+def quantize_rows(x: jax.Array, warpgroups: int = 4, interpret: Any = None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`reference.quantize_rows`, whose argument and results these are, in one launch, bit for bit.
+
+    Of a row with NaN, scales are NaN and codes may differ in their signs. A row is read twice, for its largest magnitude and
+    for its codes, in the layouts that suit each; the second time it comes from a cache.
+
+    Args:     warpgroups: of a CTA, 1, 2, 4 or 8.
+    Raises:   ValueError if x is not bf16; NotImplementedError if K is no multiple of 512 warpgroups.
+    """
+    rows, n = x.shape
+    if x.dtype != jnp.bfloat16:
+        raise ValueError(f"quantize_rows: bfloat16 wanted, got {x.dtype}")
+    if n % (PIECE * warpgroups):
+        raise NotImplementedError(f"quantize_rows: rows of {n}; {warpgroups} warpgroups need multiples of {PIECE * warpgroups}")
+    load, blocks = loader(interpret), n // BLOCK // warpgroups  # of a warpgroup
+
+    def body(pieces_ref, pairs_ref, codes_ref, scales_ref, row_scales_ref, shared, barriers):
+        row, wg = lax.axis_index("row"), lax.axis_index("wg")
+        here = pl.ds(wg * blocks, blocks)
+        x = load(pairs_ref.at[row, here], _PAIRS_LAYOUT)
+        magnitudes = [jnp.abs(load(pieces_ref.at[row, i], PIECE_LAYOUT)) for i in pieces_of_warpgroup(n, warpgroups)]
+        [amax] = exchange([per_warp(magnitudes, jnp.max)], shared.at[0], barriers.at[0], load)
+        scale_of_row = row_scale(jnp.max(amax))
+
+        block_amax = jnp.max(jnp.max(jnp.abs(x), axis=2), axis=1)
+        # As an array: Mosaic GPU of jax 0.10.2 has no barrier for scalars.
+        scale, reciprocal = block_scales(block_amax, jnp.full(block_amax.shape, scale_of_row))
+        store(scales_ref.at[row, here], scale)
+        scale, reciprocal = (lax.broadcast_in_dim(y, x.shape[:2], (0,)) for y in (scale, reciprocal))
+        codes = e2m1(x * lax.broadcast_in_dim(reciprocal, x.shape, (0, 1)))
+        is_high = lax.broadcasted_iota(jnp.int32, x.shape, 2)
+        codes = jnp.sum(jnp.where(is_high == 1, codes << 4, codes), axis=2)
+        store(codes_ref.at[row, here], jnp.where(scale == 0, 0, codes))
+
+        @pl.when(wg == 0)
+        def _():
+            row_scales_ref[row] = scale_of_row
+
+    codes, scales, row_scales = kernel(
+        body,
+        [
+            jax.ShapeDtypeStruct((rows, n // BLOCK, _PAIRS), jnp.uint8),
+            jax.ShapeDtypeStruct((rows, n // BLOCK), jnp.float8_e4m3fn),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+        ],
+        grid={"row": rows},
+        warpgroups=warpgroups,
+        scratch=exchange_scratch(1, warpgroups),
+        interpret=interpret,
+    )(in_pieces(x), x.reshape(rows, n // BLOCK, _PAIRS, 2))
+    return codes.reshape(rows, n // 2), scales, row_scales
