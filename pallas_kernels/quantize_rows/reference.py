@@ -8,6 +8,8 @@ products and reciprocals, which moves ties.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,6 +17,7 @@ from jax import lax
 BLOCK = 16  # values of a row that share a scale
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
+_EXPONENT_OF_1_TWICE = 254 << 23  # minus the bits of a power of two: those of its inverse
 MIN_ROW_AMAX = 2.0**-100  # a row below this is a row of zeros: from there on, reciprocals are normal fp32 numbers
 
 
@@ -40,12 +43,14 @@ def row_scale(amax: jax.Array) -> jax.Array:
     return jnp.where(amax < MIN_ROW_AMAX, 0.0, amax * (1 / (E2M1_MAX * E4M3_MAX)))
 
 
-def block_scales(amax: jax.Array, row_scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+def block_scales(
+    amax: jax.Array, row_scale: jax.Array, reciprocal: Callable[[jax.Array], jax.Array] = lambda x: 1 / x
+) -> tuple[jax.Array, jax.Array]:
     """e4m3 scales of blocks with these largest magnitudes, as fp32, and what their values are multiplied by."""
-    encode_scale = lax.optimization_barrier(1 / jnp.where(row_scale == 0, 1.0, row_scale))
+    encode_scale = lax.optimization_barrier(reciprocal(jnp.where(row_scale == 0, 1.0, row_scale)))
     sixth = lax.optimization_barrier(amax * (1 / E2M1_MAX))
     scale = nearest_e4m3(jnp.minimum(encode_scale * sixth, E4M3_MAX))
-    return scale, 1 / (jnp.where(scale == 0, 1.0, scale) * (1 / encode_scale))
+    return scale, reciprocal(jnp.where(scale == 0, 1.0, scale) * reciprocal(encode_scale))
 
 
 def nearest_e4m3(x: jax.Array) -> jax.Array:
@@ -53,7 +58,8 @@ def nearest_e4m3(x: jax.Array) -> jax.Array:
     bits = lax.bitcast_convert_type(x, jnp.int32)
     power = lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)  # of two, at most x
     step = jnp.maximum(power, 2.0**-6) * 2.0**-3
-    return lax.round(x / step, lax.RoundingMethod.TO_NEAREST_EVEN) * step
+    inverse = lax.bitcast_convert_type(_EXPONENT_OF_1_TWICE - lax.bitcast_convert_type(step, jnp.int32), jnp.float32)
+    return lax.round(x * inverse, lax.RoundingMethod.TO_NEAREST_EVEN) * step
 
 
 def e2m1(x: jax.Array) -> jax.Array:
