@@ -1,0 +1,59 @@
+"""out_gate: norm and gate of attention's output in one kernel."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from muse_jax import ops
+from muse_jax.numerics import fp32, round_to
+from pallas_kernels import compat
+from pallas_kernels.out_gate import out_gate, out_gate_reference, shapes
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_reference_is_what_the_layer_does(rng, dtype, jit):
+    out = jnp.asarray(rng.standard_normal((5, 4, 64), np.float32))
+    gate = jnp.asarray(3 * rng.standard_normal((5, 256), np.float32)).astype(dtype)
+
+    @jit
+    def layer(out, gate):
+        normed = ops.rms(out[None], 1e-5)
+        return round_to(normed * jax.nn.sigmoid(fp32(gate)).reshape(normed.shape), dtype).reshape(gate.shape)
+
+    actual, expected = jit(lambda *args: out_gate_reference(*args, 1e-5))(out, gate), layer(out, gate)
+    assert actual.dtype == expected.dtype
+    np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
+
+
+def test_shapes_that_do_not_fit_are_refused(rng):
+    out, gate = next(shapes.cases()).arguments(rng)
+    with pytest.raises(NotImplementedError, match="15 rows"):
+        out_gate(out[:15], gate[:15], 1e-5)
+    with pytest.raises(ValueError, match="a gate"):
+        out_gate(out, gate[:8], 1e-5)
+
+
+@pytest.mark.parametrize("case", list(shapes.cases(rows=(32,), heads=3)), ids=lambda case: case.name)
+def test_interpreted_kernel_is_close_to_the_reference(case, rng):
+    args = case.arguments(rng)
+    shapes.check(
+        jax.jit(functools.partial(case.kernel, interpret=compat.interpret_params()))(*args), jax.jit(case.reference)(*args)
+    )
+
+
+@pytest.mark.parametrize("case", list(shapes.cases()), ids=lambda case: case.name)
+def test_kernel_is_lowered_for_cuda(case, rng):
+    traced = jax.jit(case.kernel).trace(*case.arguments(rng))
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", list(shapes.cases()), ids=lambda case: case.name)
+def test_compiled_kernel_is_close_to_the_reference(case, rng):
+    args = case.arguments(rng)
+    expected = jax.jit(case.reference)(*args)
+    shapes.check(jax.jit(case.kernel)(*args), expected)

@@ -1,0 +1,66 @@
+"""qk_rope: norm and RoPE of queries and keys in one kernel."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from muse_jax import ops
+from muse_jax.numerics import SERVING, round_to
+from pallas_kernels import compat
+from pallas_kernels.qk_rope import qk_rope, qk_rope_reference, shapes
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("rope", [False, True])
+def test_reference_is_what_the_layer_does(rng, dtype, rope, jit):
+    q, k = (jnp.asarray(rng.standard_normal((5, n, 64), np.float32)).astype(dtype) for n in (4, 2))
+    tables = ops.rope_tables(jnp.arange(1000, 1005)[None], ops.rope_inverse_frequencies(5e5, 64), SERVING, dtype)
+
+    @jit
+    def layer(q, k, tables):
+        qk = ops.rms(jnp.concatenate([q[None], k[None]], axis=2), 1e-5)
+        qk = ops.apply_rope(qk, tables, SERVING, dtype) if rope else round_to(qk, dtype)
+        q, k = jnp.split(qk, [4], axis=2)
+        return q[0], k[0].transpose(1, 0, 2)
+
+    tables_of_rows = tuple(table[0] for table in tables) if rope else None
+    actual = jit(lambda *args: qk_rope_reference(*args, 1e-5))(q, k, tables_of_rows)
+    for x, y in zip(actual, layer(q, k, tables), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def test_shapes_that_do_not_fit_are_refused(rng):
+    q, k, tables = next(shapes.cases()).arguments(rng)
+    with pytest.raises(NotImplementedError, match="15 rows"):
+        qk_rope(q[:15], k[:15], None, 1e-5)
+    with pytest.raises(ValueError, match="does not fit"):
+        qk_rope(q, k[:8], None, 1e-5)
+    with pytest.raises(ValueError, match="tables must be"):
+        qk_rope(q, k, (tables[0], tables[1][:8]), 1e-5)
+
+
+@pytest.mark.parametrize("case", list(shapes.cases(rows=(32,), heads=3, kv_heads=2)), ids=lambda case: case.name)
+def test_interpreted_kernel_is_close_to_the_reference(case, rng):
+    args = case.arguments(rng)
+    shapes.check(
+        jax.jit(functools.partial(case.kernel, interpret=compat.interpret_params()))(*args), jax.jit(case.reference)(*args)
+    )
+
+
+@pytest.mark.parametrize("case", list(shapes.cases()), ids=lambda case: case.name)
+def test_kernel_is_lowered_for_cuda(case, rng):
+    traced = jax.jit(case.kernel).trace(*case.arguments(rng))
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", list(shapes.cases()), ids=lambda case: case.name)
+def test_compiled_kernel_is_close_to_the_reference(case, rng):
+    args = case.arguments(rng)
+    expected = jax.jit(case.reference)(*args)
+    shapes.check(jax.jit(case.kernel)(*args), expected)

@@ -1,0 +1,83 @@
+"""route: the choice of experts in one kernel."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from muse_jax import ops
+from pallas_kernels import compat
+from pallas_kernels.route import Route, route, route_reference, shapes
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_reference_is_what_the_router_does(rng, jit):
+    x, router, bias = (jnp.asarray(rng.standard_normal(s, np.float32)) for s in ((5, 64), (32, 64), (32,)))
+    logits = ops.linear(x, router)
+    expected = jit(lambda x, router, bias: ops.route(x, router, bias, 4, 0.2, 2.5))(x, router, bias)
+    actual = jit(lambda logits, bias: route_reference(logits, bias, 4, 0.2, 2.5))(logits, bias)
+    for x, y in zip(actual, expected, strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def test_ties_go_to_the_lowest_id_and_ids_are_of_experts(rng):
+    """Rows of few different logits, of equal ones, of infinities and of NaN."""
+    logits = np.round(rng.standard_normal((8, 256), np.float32))
+    logits[1] = 0
+    logits[2, ::2], logits[2, 1::2] = np.inf, -np.inf
+    logits[3] = -np.inf
+    bias = np.zeros(256, np.float32)
+    logits[4, 5], logits[5], logits[6, 250:] = np.nan, np.nan, np.nan
+    idx, weights = route(logits, bias, shapes.CONFIG, compat.interpret_params())
+    expected, expected_weights = route_reference(
+        logits[:4], bias, shapes.CONFIG.top_k, shapes.CONFIG.multiplier, shapes.CONFIG.scaling
+    )
+    np.testing.assert_array_equal(np.asarray(idx)[:4], np.asarray(expected))
+    np.testing.assert_allclose(np.asarray(weights)[:4], np.asarray(expected_weights), rtol=shapes.RELATIVE_ERROR, atol=0)
+    for row in np.asarray(idx):
+        assert len(set(row.tolist())) == 8 and row.min() >= 0 and row.max() < 256
+
+
+def test_the_bias_affects_the_choice_alone(rng):
+    logits = rng.standard_normal((4, 256)).astype(np.float32)
+    bias = np.zeros(256, np.float32)
+    bias[[3, 200]] = 5
+    idx, weights = route(logits, bias, shapes.CONFIG, compat.interpret_params())
+    assert {3, 200} == set(np.asarray(idx)[0, :2].tolist())
+    np.testing.assert_allclose(np.asarray(weights).sum(axis=1), 1, rtol=2.0**-20)
+    assert np.asarray(weights).max() < 0.5
+
+
+def test_shapes_that_do_not_fit_are_refused(rng):
+    logits, bias = next(shapes.cases()).arguments(rng)
+    with pytest.raises(NotImplementedError, match="15 rows"):
+        route(logits[:15], bias, shapes.CONFIG)
+    with pytest.raises(ValueError, match="float32"):
+        route(logits, bias[:8], shapes.CONFIG)
+    with pytest.raises(ValueError, match="257 of 256"):
+        route(logits, bias, Route(257, 1.0, 1.0))
+
+
+@pytest.mark.parametrize("case", list(shapes.cases(rows=(8,))), ids=lambda case: case.name)
+def test_interpreted_kernel_is_close_to_the_reference(case, rng):
+    args = case.arguments(rng)
+    shapes.check(
+        jax.jit(functools.partial(case.kernel, interpret=compat.interpret_params()))(*args), jax.jit(case.reference)(*args)
+    )
+
+
+@pytest.mark.parametrize("case", list(shapes.cases()), ids=lambda case: case.name)
+def test_kernel_is_lowered_for_cuda(case, rng):
+    traced = jax.jit(case.kernel).trace(*case.arguments(rng))
+    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", list(shapes.cases()), ids=lambda case: case.name)
+def test_compiled_kernel_is_close_to_the_reference(case, rng):
+    args = case.arguments(rng)
+    expected = jax.jit(case.reference)(*args)
+    shapes.check(jax.jit(case.kernel)(*args), expected)
