@@ -26,8 +26,8 @@ def combine(
     Rounding: fp32; the sum once.
     """
     scaled = _scaled(rows, norm_weight)
-    mean = jnp.mean(scaled * scaled, axis=-1) if total is None else total / width
-    normed = scaled * lax.rsqrt(mean + eps)[..., None]
+    mean = jnp.mean(scaled * scaled, axis=-1, keepdims=True) if total is None else total[..., None] / width
+    normed = scaled * lax.rsqrt(mean + eps)
     return round_to(jnp.sum(normed * weights[..., None], axis=1), rows.dtype)
 
 

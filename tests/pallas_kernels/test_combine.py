@@ -51,9 +51,9 @@ def test_reference_of_pieces_is_what_ranks_do(rng, dtype):
 
     equal(jax.jit(row_squares_reference)(*pieces[0]), jax.jit(squares)(*pieces[0])[..., 0])
     total = functools.reduce(jnp.add, [jax.jit(squares)(*piece) for piece in pieces])
-    for piece, norm_piece in pieces:
-        actual = jax.jit(lambda *args: combine_reference(*args, 1e-8, total[..., 0], 512))(piece, weights, norm_piece)
-        equal(actual, jax.jit(weighted)(piece, norm_piece, total, weights))
+    reference = jax.jit(lambda rows, norm, total, weights: combine_reference(rows, weights, norm, 1e-8, total[..., 0], 512))
+    for piece in pieces:
+        equal(reference(*piece, total, weights), jax.jit(weighted)(*piece, total, weights))
 
 
 def test_pieces_side_by_side_are_the_whole(rng):
