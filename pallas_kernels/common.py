@@ -1,8 +1,7 @@
-"""What several kernels need: rows in the registers of warpgroups, and what all warps of a CTA tell each other.
+"""What several kernels need: rows in the registers of warpgroups, and what the warps of a CTA tell each other.
 
-A warpgroup is four warps of 32 threads. Mosaic GPU calls it a thread; "wg" is a kernel's axis of warpgroups, and a ref's index
-of a row is a number of the grid. In this package a CTA has one row, if a row is long, and otherwise some rows, a warp or less
-each, so that nothing but sums of whole rows ever crosses a warp.
+A warpgroup is four warps of 32 threads; Mosaic GPU calls it a thread, and "wg" is a kernel's axis of warpgroups. Where rows are
+long a CTA has one, and its warps exchange sums over it; where they are short, a warp has whole rows.
 """
 
 from __future__ import annotations

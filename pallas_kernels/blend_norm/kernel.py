@@ -61,7 +61,7 @@ def blend_norm(
         raise NotImplementedError(f"blend_norm: rows of {n}; {warpgroups} warpgroups need a multiple of {PIECE * warpgroups}")
     load = loader(interpret)
 
-    def body(stream_ref, branch_ref, alpha_ref, beta_ref, next_ref, *refs):
+    def blend_norm_row(stream_ref, branch_ref, alpha_ref, beta_ref, next_ref, *refs):
         *scale_ref, new_ref, normed_ref, shared, barriers = refs
         row, numbers = lax.axis_index("row"), pieces_of_warpgroup(n, warpgroups)
 
@@ -88,7 +88,7 @@ def blend_norm(
     arrays = [in_pieces(x) for x in (stream, branch, *weights)]
     shape = arrays[0].shape
     new, normed = kernel(
-        body,
+        blend_norm_row,
         [jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct(shape, next_weight.dtype)],
         grid={"row": rows},
         warpgroups=warpgroups,

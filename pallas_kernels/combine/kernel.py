@@ -60,7 +60,7 @@ def combine(
         raise ValueError(f"combine: pieces of {n} of rows of {config.width} need the total of their squares")
     load = loader(interpret)
 
-    def body(rows_ref, weights_ref, norm_ref, *refs):
+    def combine_row(rows_ref, weights_ref, norm_ref, *refs):
         row, numbers = lax.axis_index("row"), pieces_of_warpgroup(n, config.warpgroups)
         slots = _scaled_slots(rows_ref.at[row], norm_ref, numbers, load)
         weights = [weights_ref[row, k] for k in range(top_k)]
@@ -77,7 +77,7 @@ def combine(
 
     arrays = [in_pieces(rows), weights, in_pieces(norm_weight), *([] if total is None else [total])]
     return kernel(
-        body,
+        combine_row,
         jax.ShapeDtypeStruct((num_rows, *arrays[0].shape[2:]), rows.dtype),
         grid={"row": num_rows},
         warpgroups=config.warpgroups,
@@ -96,7 +96,7 @@ def row_squares(rows: jax.Array, norm_weight: jax.Array, warpgroups: int = 1, in
     num_rows, top_k, n = rows.shape
     load = loader(interpret)
 
-    def body(rows_ref, norm_ref, out_ref, shared, barriers):
+    def row_squares_row(rows_ref, norm_ref, out_ref, shared, barriers):
         row = lax.axis_index("row")
         slots = _scaled_slots(rows_ref.at[row], norm_ref, pieces_of_warpgroup(n, warpgroups), load)
         totals = _totals(slots, shared, barriers, load)
@@ -107,7 +107,7 @@ def row_squares(rows: jax.Array, norm_weight: jax.Array, warpgroups: int = 1, in
                 out_ref[row, k] = total
 
     return kernel(
-        body,
+        row_squares_row,
         jax.ShapeDtypeStruct((num_rows, top_k), jnp.float32),
         grid={"row": num_rows},
         warpgroups=warpgroups,

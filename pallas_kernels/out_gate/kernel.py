@@ -27,7 +27,7 @@ def out_gate(out: jax.Array, gate: jax.Array, eps: float, interpret: Any = None)
         raise NotImplementedError(f"out_gate: {rows} rows of heads of {head_dim}; they must be multiples of 16 and of 64")
     load = loader(interpret)
 
-    def body(out_ref, gate_ref, gated_ref):
+    def out_gate_head(out_ref, gate_ref, gated_ref):
         here = pl.ds(lax.axis_index("block") * HALF_HEAD_ROWS, HALF_HEAD_ROWS)
         head = lax.axis_index("head")
         gates = [jax.nn.sigmoid(x) for x in halves_of_head(gate_ref.at[here, head], load)]
@@ -35,7 +35,7 @@ def out_gate(out: jax.Array, gate: jax.Array, eps: float, interpret: Any = None)
         store_halves(gated_ref.at[here, head], [x * g for x, g in zip(normed, gates, strict=True)])
 
     gated = kernel(
-        body,
+        out_gate_head,
         jax.ShapeDtypeStruct(out.shape, gate.dtype),
         grid={"head": heads, "block": rows // HALF_HEAD_ROWS},
         interpret=interpret,

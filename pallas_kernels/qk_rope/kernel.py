@@ -42,7 +42,7 @@ def qk_rope(
         raise NotImplementedError(f"qk_rope: {rows} rows of heads of {head_dim}; they must be multiples of 16 and of 64")
     load = loader(interpret)
 
-    def body(q_ref, k_ref, *refs):
+    def qk_rope_head(q_ref, k_ref, *refs):
         *table_refs, q_out_ref, k_out_ref = refs
         head, here = lax.axis_index("head"), pl.ds(lax.axis_index("block") * HALF_HEAD_ROWS, HALF_HEAD_ROWS)
 
@@ -65,7 +65,7 @@ def qk_rope(
             one_head(k_ref.at[here, head - heads], k_out_ref.at[head - heads, here])
 
     return kernel(
-        body,
+        qk_rope_head,
         [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((k.shape[1], rows, head_dim), k.dtype)],
         grid={"head": heads + k.shape[1], "block": rows // HALF_HEAD_ROWS},
         interpret=interpret,

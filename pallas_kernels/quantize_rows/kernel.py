@@ -29,30 +29,38 @@ _PAIRS = BLOCK // 2
 _PAIRS_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((16, 8, 2), (4, 8, 2))), (-6,), (-3, -2), -1)
 
 
-def quantize_rows(x: jax.Array, warpgroups: int = 4, interpret: Any = None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`reference.quantize_rows`, whose argument and results these are, in one launch, bit for bit.
+def quantize_rows(
+    x: jax.Array, amax: jax.Array | None = None, warpgroups: int = 4, interpret: Any = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`reference.quantize_rows`, whose arguments and results these are, in one launch, bit for bit.
 
-    Of a row with NaN, scales are NaN and codes may differ in their signs. A row is read twice, for its largest magnitude and
-    for its codes, in the layouts that suit each; the second time it comes from a cache.
+    Of a row with NaN, scales are NaN and codes may differ in their signs. A whole row is read twice, for its codes and for its
+    largest magnitude, in the layouts that suit each; one of the two comes from a cache.
 
     Args:     warpgroups: of a CTA, 1, 2, 4 or 8.
-    Raises:   ValueError if x is not bf16; NotImplementedError if K is no multiple of 512 warpgroups.
+    Raises:   ValueError for shapes or dtypes that do not fit; NotImplementedError if K is no multiple of 512 warpgroups.
     """
     rows, n = x.shape
     if x.dtype != jnp.bfloat16:
         raise ValueError(f"quantize_rows: bfloat16 wanted, got {x.dtype}")
+    if amax is not None and (amax.shape != (rows,) or amax.dtype != jnp.float32):
+        raise ValueError(f"quantize_rows: largest magnitudes must be float32 {(rows,)}, got {amax.dtype}{amax.shape}")
     if n % (PIECE * warpgroups):
         raise NotImplementedError(f"quantize_rows: rows of {n}; {warpgroups} warpgroups need multiples of {PIECE * warpgroups}")
     load, blocks = loader(interpret), n // BLOCK // warpgroups  # of a warpgroup
     reciprocal = _reciprocal if interpret is None else lambda x: 1 / x
 
-    def body(pieces_ref, pairs_ref, codes_ref, scales_ref, row_scales_ref, shared, barriers):
+    def quantize_row(pairs_ref, whole_ref, codes_ref, scales_ref, row_scales_ref, *scratch):
         row, wg = lax.axis_index("row"), lax.axis_index("wg")
         here = pl.ds(wg * blocks, blocks)
         x = load(pairs_ref.at[row, here], _PAIRS_LAYOUT)
-        magnitudes = [jnp.abs(load(pieces_ref.at[row, i], PIECE_LAYOUT)) for i in pieces_of_warpgroup(n, warpgroups)]
-        [amax] = exchange([per_warp(magnitudes, jnp.max)], shared.at[0], barriers.at[0], load)
-        scale_of_row = row_scale(jnp.max(amax))
+        if amax is None:
+            shared, barriers = scratch
+            magnitudes = [jnp.abs(load(whole_ref.at[row, i], PIECE_LAYOUT)) for i in pieces_of_warpgroup(n, warpgroups)]
+            [largest] = exchange([per_warp(magnitudes, jnp.max)], shared.at[0], barriers.at[0], load)
+            scale_of_row = row_scale(jnp.max(largest))
+        else:
+            scale_of_row = row_scale(whole_ref[row])
 
         block_amax = jnp.max(jnp.max(jnp.abs(x), axis=2), axis=1)
         # As an array: Mosaic GPU of jax 0.10.2 has no barrier for scalars.
@@ -69,7 +77,7 @@ def quantize_rows(x: jax.Array, warpgroups: int = 4, interpret: Any = None) -> t
             row_scales_ref[row] = scale_of_row
 
     codes, scales, row_scales = kernel(
-        body,
+        quantize_row,
         [
             jax.ShapeDtypeStruct((rows, n // BLOCK, _PAIRS), jnp.uint8),
             jax.ShapeDtypeStruct((rows, n // BLOCK), jnp.float8_e4m3fn),
@@ -77,9 +85,9 @@ def quantize_rows(x: jax.Array, warpgroups: int = 4, interpret: Any = None) -> t
         ],
         grid={"row": rows},
         warpgroups=warpgroups,
-        scratch=exchange_scratch(1, warpgroups),
+        scratch=exchange_scratch(1, warpgroups) if amax is None else (),
         interpret=interpret,
-    )(in_pieces(x), x.reshape(rows, n // BLOCK, _PAIRS, 2))
+    )(x.reshape(rows, n // BLOCK, _PAIRS, 2), in_pieces(x) if amax is None else amax)
     return codes.reshape(rows, n // 2), scales, row_scales
 
 

@@ -21,10 +21,10 @@ _EXPONENT_OF_1_TWICE = 254 << 23  # minus the bits of a power of two: those of i
 MIN_ROW_AMAX = 2.0**-100  # a row below this is a row of zeros: from there on, reciprocals are normal fp32 numbers
 
 
-def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def quantize_rows(x: jax.Array, amax: jax.Array | None = None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rounds each row to NVFP4 with a scale of its own, amax / (6 * 448).
 
-    Args:     x: [T, K] bf16.
+    Args:     x: [T, K] bf16.  amax: [T] fp32, the largest magnitudes of the rows that x is cut from; None where x is whole.
     Returns:  codes [T, K/2] uint8, byte j with value 2j in its low and value 2j + 1 in its high half; block scales [T, K/16]
               float8_e4m3fn; row scales [T] fp32, which multiply. A row of zeros has codes and scales 0, as has a block too
               small for the row's scale. NaN gives NaN scales.
@@ -32,7 +32,7 @@ def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """
     blocks = x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // BLOCK, BLOCK)
     block_amax = jnp.max(jnp.abs(blocks), axis=-1)
-    scale_of_row = row_scale(jnp.max(block_amax, axis=-1))
+    scale_of_row = row_scale(jnp.max(block_amax, axis=-1) if amax is None else amax)
     scale, reciprocal = block_scales(block_amax, scale_of_row[..., None])
     codes = jnp.where(scale[..., None] == 0, 0, e2m1(blocks * reciprocal[..., None])).reshape(x.shape)
     return (codes[..., ::2] | (codes[..., 1::2] << 4)).astype(jnp.uint8), scale.astype(jnp.float8_e4m3fn), scale_of_row

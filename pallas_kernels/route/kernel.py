@@ -45,7 +45,7 @@ def route(logits: jax.Array, bias: jax.Array, config: Route, interpret: Any = No
         raise NotImplementedError(f"route: {rows} rows of {experts} experts; they must be multiples of 4 and of 128")
     load = loader(interpret)
 
-    def body(logits_ref, bias_ref, idx_ref, weights_ref):
+    def route_rows(logits_ref, bias_ref, idx_ref, weights_ref):
         here = pl.ds(lax.axis_index("block") * _ROWS, _ROWS)
         shape = (_ROWS, experts)
 
@@ -70,7 +70,7 @@ def route(logits: jax.Array, bias: jax.Array, config: Route, interpret: Any = No
 
     out = (rows, config.top_k)
     return kernel(
-        body,
+        route_rows,
         [jax.ShapeDtypeStruct(out, jnp.int32), jax.ShapeDtypeStruct(out, jnp.float32)],
         grid={"block": rows // _ROWS},
         interpret=interpret,
