@@ -54,7 +54,7 @@ def loader(interpret: Any) -> Callable[[Any, Any], jax.Array]:
     """load(ref, layout): what a ref holds, as fp32."""
 
     def load(ref: Any, layout: Any) -> jax.Array:
-        return compat.load(ref, layout, interpret is not None).astype(jnp.float32)
+        return compat.load(ref, layout, optimized=False, interpret=interpret).astype(jnp.float32)
 
     return load
 

@@ -1,4 +1,4 @@
-"""Differences between versions of jax, and between its GPU lowering and its interpreter, in this one place."""
+"""What differs between versions of jax (0.10.2 to 0.12), and between GPU lowering and interpreter, in this one place."""
 
 from __future__ import annotations
 
@@ -10,24 +10,41 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-# The default differs between versions. Kernels here lower with either.
+# The default differs between versions. Kernels that say nothing else lower with either.
 LOWERING_SEMANTICS = plgpu.LoweringSemantics.Lane
+# As in 0.10.2, whose interpreter knows neither `load` nor `layout_cast`.
+_INDEX = inspect.signature(plgpu.load).parameters.get("idx")
+_LOAD_NEEDS_INDEX = _INDEX is not None and _INDEX.default is inspect.Parameter.empty
 
 
-def interpret_params(detect_races: bool = True) -> Any:
-    """What `interpret=` takes to run a Mosaic GPU kernel on a CPU.
+def interpret_params() -> Any:
+    """For the argument `interpret` of a kernel: run it on the CPU, warpgroup by warpgroup.
 
-    Raises:   NotImplementedError before jax 0.12, which has no interpretation of `layout_cast`.
+    From 0.12 on, accesses of memory that nothing orders are an error. Until then the detector only prints, so it is off.
     """
-    if jax.__version_info__ < (0, 12):
-        raise NotImplementedError(f"jax {jax.__version__} does not interpret layout_cast; jax 0.12 does")
-    return plgpu.InterpretGPUParams(detect_races=detect_races)
+    if hasattr(plgpu, "InterpretGPUParams"):
+        params = plgpu.InterpretGPUParams
+    else:
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams as params
+    return params(detect_races=True) if hasattr(params, "on_race") else params()
 
 
-def load(ref: Any, layout: Any, optimized: bool = True) -> jax.Array:
-    """`plgpu.load` of a whole reference; jax 0.10 also asks for an index."""
-    index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
-    return plgpu.load(ref, *index, layout=layout, optimized=optimized)
+def load(ref: Any, layout: Any, *, optimized: bool = True, interpret: Any = None) -> jax.Array:
+    """What a ref holds, in registers of this layout.
+
+    Not `ref[...]`: 0.10.2 refuses to read global memory into a tiled layout unless told that the read need not be optimised.
+    """
+    if not _LOAD_NEEDS_INDEX:
+        return plgpu.load(ref, layout=layout, optimized=optimized)
+    return ref[...] if interpret else plgpu.load(ref, (), layout=layout, optimized=optimized)
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """Writes registers to a ref. 0.12 refuses layouts that do not fill cache lines of global memory, unless told."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
 
 
 def matmul_from_registers(a: jax.Array, b_ref: Any, interpret: Any) -> jax.Array:
