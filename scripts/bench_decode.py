@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "jax": jax.__version__,
     }
     report(", ".join(f"{name} {value}" for name, value in conditions.items()))
-    bandwidth = streaming_bandwidth(args)
+    bandwidth = streaming_bandwidth()
     report(f"streaming: {bandwidth / 1e12:.3f} TB/s")
     bytes_read = step_bytes(config, draft_config, args)
     results = []
@@ -333,7 +333,7 @@ def count_launches(function: Callable) -> int | None:
         return sum(len(list(line.events)) for line in streams)
 
 
-def streaming_bandwidth(args: argparse.Namespace) -> float:
+def streaming_bandwidth() -> float:
     """Bytes per second that a sum over a large array reads: the best of five."""
     import jax
     import jax.numpy as jnp

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from pallas_kernels.cases import Case
 from pallas_kernels.decode_attention import kernel, reference
 
 WINDOW = 2048
@@ -80,11 +82,21 @@ SHAPES = [
     AttentionShape("global_32k_4", 32_768, 32_000, batch=4),
 ]
 
-Case = tuple[str, Callable, Callable, Callable, int]
-
 
 def cases(config: kernel.DecodeAttentionConfig | None = None) -> Iterator[Case]:
-    """(name, kernel, reference, maker of arguments from a key, bytes read and written) of every shape."""
     options = {} if config is None else {"config": config}
     for shape in SHAPES:
-        yield shape.name, shape.function(kernel, **options), shape.function(reference), shape.args, shape.bytes_moved
+
+        def arguments(rng: np.random.Generator, shape: AttentionShape = shape) -> tuple:
+            return shape.args(jax.random.key(int(rng.integers(1 << 31))))
+
+        run, expected = shape.function(kernel, **options), shape.function(reference)
+        yield Case(f"decode_attention[{shape.name}]", run, expected, arguments, shape.bytes_moved)
+
+
+def check(actual: jax.Array, expected: jax.Array) -> None:
+    """Probabilities, rounded at another maximum on the way to a block's values: errors of 2^-9 with the law of roundings."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype and np.all(np.isfinite(actual))
+    error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+    assert error <= 2**-9 * np.sqrt(2 / 3), f"relative error {error:.2g}"

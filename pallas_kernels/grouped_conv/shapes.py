@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from pallas_kernels.cases import Case
 from pallas_kernels.grouped_conv import kernel, reference
 
 BLOCK_SIZE = 16
@@ -50,11 +52,22 @@ class ConvShape:
 
 SHAPES = [ConvShape("before", 0), ConvShape("after", 1), ConvShape("after_4", 1, batch=4)]
 
-Case = tuple[str, Callable, Callable, Callable, int]
-
 
 def cases(config: kernel.GroupedConvConfig | None = None) -> Iterator[Case]:
-    """(name, kernel, reference, maker of arguments from a key, bytes read and written) of every shape."""
     options = {} if config is None else {"config": config}
     for shape in SHAPES:
-        yield shape.name, shape.function(kernel, **options), shape.function(reference), shape.args, shape.bytes_moved
+
+        def arguments(rng: np.random.Generator, shape: ConvShape = shape) -> tuple:
+            return shape.args(jax.random.key(int(rng.integers(1 << 31))))
+
+        run, expected = shape.function(kernel, **options), shape.function(reference)
+        yield Case(f"grouped_conv[{shape.name}]", run, expected, arguments, shape.bytes_moved)
+
+
+def check(actual: jax.Array, expected: jax.Array) -> None:
+    """A few products and sums in fp32, which the GPU may contract, then perhaps a rounding to bf16."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype and np.all(np.isfinite(actual.astype(np.float32)))
+    actual, expected = (x.astype(np.float32) for x in (actual, expected))
+    error = np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+    assert error <= 2.0**-16, f"relative error {error:.2g}"  # roundings that flip are few
