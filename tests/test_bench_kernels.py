@@ -8,14 +8,15 @@ import jax
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "scripts"))  # as where the script is started
+import pallas_kernels
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))  # as where the script is started
 
 import bench_kernels
 
 
 def test_every_kernel_is_in_it():
-    assert set(bench_kernels.OPS) == {path.parent.name for path in (ROOT / "pallas_kernels").glob("*/kernel.py")}
+    assert set(bench_kernels.OPS) == {path.parent.name for path in Path(pallas_kernels.__file__).parent.glob("*/kernel.py")}
 
 
 @pytest.mark.parametrize("op", bench_kernels.OPS)
