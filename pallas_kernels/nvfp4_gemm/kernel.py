@@ -214,7 +214,7 @@ def _gemm(
     words_each = WORDS // k_groups
     stages, num_ctas = config.stages, config.num_ctas
     chunk_k = cols * BLOCK
-    strided = plgpu.Layout.WG_STRIDED((min(part, WGMMA_ROWS), window), vec_size=min(part, WGMMA_ROWS) * window // 128)
+    strided = plgpu.Layout.WG_STRIDED((min(part, WGMMA_ROWS), window), vec_size=min(4, min(part, WGMMA_ROWS) * window // 128))
 
     def body(num_active, expert, first_group, scale, rows, words, block_scales, *refs, scratch):
         row_scale, out = refs if len(refs) == 2 else (None, *refs)
@@ -259,10 +259,12 @@ def _gemm(
 
             def multiply(acc, slot):
                 scale_rows = scales_s[slot, pl.ds(row_group * WGMMA_ROWS, WGMMA_ROWS), :]
+                scale_rows = compat.in_layout(scale_rows, plgpu.Layout.WGMMA, interpreted)
                 scale = (scale_rows.astype(jnp.float32) * jnp.float32(_SCALE_SHIFT)).astype(jnp.bfloat16)
                 for w in range(words_each):
                     q = k_group * words_each + w
                     word = words_s[slot, pl.ds(q * tile_rows + row_group * WGMMA_ROWS, WGMMA_ROWS), :]
+                    word = compat.in_layout(word, plgpu.Layout.WGMMA, interpreted)
                     for code in range(CODES):
                         columns = pl.ds((q * CODES + code) * cols, cols)
                         b = rows_s.at[slot, :, columns].transpose((1, 0))
@@ -292,7 +294,7 @@ def _gemm(
                 def _():
                     plgpu.barrier_wait(free)
 
-                partial_s[wg] = partial
+                partial_s[wg] = compat.in_layout(partial, plgpu.Layout.WGMMA, interpreted)
                 plgpu.barrier_arrive(summed)
 
                 @pl.when(wg == 0)
@@ -315,12 +317,22 @@ def _gemm(
                 for group in range(max(1, part // WGMMA_ROWS)):
                     sums = [total(matrix, group) * scale[place, matrix] for matrix in range(matrices)]
                     if row_scale is not None:
-                        sums = [x * compat.in_layout(row_scale[...], strided, interpreted) for x in sums]
+                        scale_of_rows = compat.in_layout(scratch["row_scale"][...], strided, interpreted)
+                        sums = [x * scale_of_rows for x in sums]
                     result = sums[0] * jax.nn.sigmoid(sums[0]) * sums[1] if matrices == 2 else sums[0]
-                    out_s[pl.ds(group * WGMMA_ROWS, min(part, WGMMA_ROWS)), :] = result.astype(out_dtype)
+                    out_s[pl.ds(group * WGMMA_ROWS, min(part, WGMMA_ROWS)), :] = compat.in_layout(
+                        result.astype(out_dtype), strided, interpreted
+                    )
                 plgpu.barrier_arrive(free)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(out_s, out.at[place, pl.ds(tile * part, part), :])
+
+            if row_scale is not None:
+
+                @pl.when(wg == 0)
+                def _():
+                    plgpu.copy_gmem_to_smem(row_scale, scratch["row_scale"], scratch["row_scale_full"])
+                    plgpu.barrier_wait(scratch["row_scale_full"])
 
             lax.fori_loop(0, my_units, one_unit, ())
             plgpu.wait_smem_to_gmem(0, wait_read_only=False)
@@ -332,6 +344,8 @@ def _gemm(
         "partial": plgpu.SMEM((CONSUMERS, WGMMA_ROWS, window), jnp.float32),
         "out": plgpu.SMEM((part, window), out_dtype),
     }
+    if row_scale is not None:
+        scratch["row_scale"] = plgpu.SMEM(row_scale.shape, jnp.float32)
     used = sum(-(-x.dtype.itemsize * math.prod(x.shape) // 1024) * 1024 for x in scratch.values())
     if used + 1024 > SHARED_MEMORY:  # barriers besides
         raise ValueError(
@@ -342,6 +356,7 @@ def _gemm(
         "empty": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages),
         "summed": plgpu.Barrier(num_arrivals=CONSUMERS),
         "free": plgpu.Barrier(),
+        "row_scale_full": plgpu.Barrier(),
     }
     if interpreted:
         scratch["a"] = plgpu.SMEM((CONSUMERS, WGMMA_ROWS, cols), jnp.bfloat16)
