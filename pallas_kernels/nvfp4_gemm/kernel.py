@@ -31,6 +31,9 @@ from pallas_kernels.nvfp4_gemm.packing import CODES, FIELDS, WORDS, PackedWeight
 from pallas_kernels.nvfp4_gemm.reference import BLOCK, round_to
 
 CONSUMERS = 4  # warpgroups that multiply
+# A thread of five warpgroups starts with 96 registers at most (65,536 / 640, in steps of 8). Consumers wait for theirs, so
+# the sum over warpgroups must not exceed 5 x 96.
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 104
 WGMMA_ROWS = 64
 MAX_ROWS = 16
 SHARED_MEMORY = 227 * 1024  # of a CTA
@@ -231,7 +234,7 @@ def _gemm(
 
         @pl.when(wg == CONSUMERS)
         def _produce():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
 
             def load(step, _):
                 i = lax.div(step, jnp.int32(chunks))
@@ -254,7 +257,7 @@ def _gemm(
 
         @pl.when(wg < CONSUMERS)
         def _consume():
-            plgpu.set_max_registers(112, action="increase")
+            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
             row_group, k_group = lax.rem(wg, jnp.int32(row_groups)), lax.div(wg, jnp.int32(row_groups))
 
             def multiply(acc, slot):
