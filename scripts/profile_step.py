@@ -18,6 +18,7 @@ import collections
 import gzip
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -109,7 +110,7 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
         trace = json.loads(gzip.decompress(recorded.read_bytes()))
     events, seconds = named(trace["traceEvents"], hlo.parse(step.as_text()))
     if not seconds:
-        raise RuntimeError("the profiler recorded no operation of the step")
+        raise ValueError("the profiler recorded no operation of the step")
     partial = args.out.with_name(f".{args.out.name}.{os.getpid()}.partial")
     try:
         partial.write_bytes(gzip.compress(json.dumps(trace | {"traceEvents": events}).encode()))
@@ -131,22 +132,26 @@ def named(events: list[dict], module: Module) -> tuple[list[dict], dict[str, tup
     """The device's events under the model's names, and the number and microseconds of each scope's, longest first."""
     from muse_jax import hlo
 
-    op_names = {i.name: i.op_name for computation in module.computations.values() for i in computation.instructions.values()}
+    found = [i for computation in module.computations.values() for i in computation.instructions.values()]
+    # In a CUDA graph only the kernel's name is known, which is the instruction's with underscores.
+    instructions = {re.sub(r"[.-]", "_", i.name): i for i in found} | {i.name: i for i in found}
+    gpus = {event["pid"] for event in events if "/device:GPU" in str(event.get("args", {}).get("name"))}
     kept, sums = [], collections.defaultdict(lambda: [0, 0.0])
-    containers = {"while", "call", "conditional"}
-    opcodes = {i.name: i.opcode for computation in module.computations.values() for i in computation.instructions.values()}
     for event in events:
         if event.get("ph") == "M":
             kept.append(event)
             continue
-        xla_name = event.get("args", {}).get("hlo_op")
-        if event.get("ph") != "X" or xla_name not in op_names:
+        args = event.get("args", {})
+        on_gpu = event.get("pid") in gpus
+        if event.get("ph") != "X" or not (on_gpu or "hlo_op" in args):
             continue
-        op_name = op_names[xla_name]
+        instruction = instructions.get(args.get("hlo_op", event["name"]))
+        op_name = "" if instruction is None else instruction.op_name
         scope = "/".join(hlo.scopes(op_name)) or "(no scope)"
-        operation = op_name.rpartition("/")[2] or opcodes[xla_name]
-        kept.append(event | {"name": f"{scope}/{operation}", "args": event["args"] | {"op_name": op_name}})
-        if opcodes[xla_name] not in containers:  # what runs inside has events of its own
+        operation = op_name.rpartition("/")[2] or event["name"]
+        named = {"hlo_op": event["name"]} | args | {"op_name": op_name}
+        kept.append(event | {"name": f"{scope}/{operation}", "args": named})
+        if instruction is None or instruction.kind not in ("while", "call", "conditional"):  # they have events of their own
             sums[scope][0] += 1
             sums[scope][1] += event.get("dur", 0.0)
     return kept, {scope: tuple(sums[scope]) for scope in sorted(sums, key=lambda scope: -sums[scope][1])}

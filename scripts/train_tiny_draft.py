@@ -35,7 +35,7 @@ from tokenizers import Tokenizer
 
 from checkpoints import load_params, read_config, save_draft
 from muse_jax import ops, tree
-from muse_jax.attention import attend
+from muse_jax.attention import attend, hide
 from muse_jax.config import AttentionKind, ModelConfig
 from muse_jax.draft import DFlash2, block_visibility
 from muse_jax.draft_config import DraftConfig
@@ -175,7 +175,7 @@ class BlockContext:
         if window is not None:
             seen &= self.positions[:, :, None] - slots < window
         rows = self.visible[window is not None][None]
-        return attend(q, [(*context, seen), (k, v, rows)], scale, numerics), None
+        return attend(q, [(*context, hide(seen)), (k, v, hide(rows))], scale, numerics), None
 
 
 def block_hidden(draft: DFlash2, embedding: jax.Array, tokens: jax.Array, taps: jax.Array, anchors: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.cases import Case
 from pallas_kernels.nvfp4_gemm import kernel, packing, reference
 
 
@@ -69,33 +70,41 @@ def arguments(shape: Shape, seed: int = 0) -> dict[str, jax.Array]:
     }
 
 
-def cases() -> Iterator[tuple[str, Callable, Callable, Callable[[], tuple[tuple, tuple]], int]]:
-    """(name, kernel, reference, maker of the arguments of both, bytes read and written), for each kernel and tile."""
+def cases() -> Iterator[Case]:
+    """Of each kernel and tile; arguments are those of the kernel and those of the reference."""
     for shape in SHAPES:
         for tile_rows, cols, stages in TILES[shape.name]:
             for decode in ("packed", "vector"):
-                yield (
-                    f"nvfp4_{shape.name} {tile_rows}x{cols * packing.BLOCK} stages={stages} {decode}",
+                yield Case(
+                    f"nvfp4_gemm[{shape.name},{tile_rows}x{cols * packing.BLOCK},stages={stages},{decode}]",
                     _kernel(shape, kernel.Config(stages=stages, decode=decode)),
-                    getattr(reference, shape.name),
+                    lambda _, args, shape=shape: getattr(reference, shape.name)(*args),
                     _maker(shape, tile_rows, cols),
                     shape.num_bytes,
                 )
 
 
 def _kernel(shape: Shape, config: kernel.Config) -> Callable:
-    def run(x: jax.Array, routed: kernel.Plan, weights: packing.PackedWeights) -> jax.Array:
-        return getattr(kernel, shape.name)(x, routed, weights, config=config)
+    def run(args: tuple[jax.Array, kernel.Plan, packing.PackedWeights], _: tuple) -> jax.Array:
+        return getattr(kernel, shape.name)(*args, config=config)
 
     return run
 
 
-def _maker(shape: Shape, tile_rows: int, cols: int) -> Callable[[], tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    def make() -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        args = arguments(shape)
+def _maker(shape: Shape, tile_rows: int, cols: int) -> Callable[[np.random.Generator], tuple[tuple[Any, ...], tuple[Any, ...]]]:
+    def make(rng: np.random.Generator) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        args = arguments(shape, int(rng.integers(1 << 31)))
         matrices = args["codes"], args["block_scales"], args["global_scale"]
         weights = jax.jit(packing.pack_weights, static_argnums=(3, 4))(*matrices, tile_rows, cols)
         routed = jax.jit(kernel.plan, static_argnums=1)(args["idx"], shape.experts)
         return (args["x"], routed, weights), (args["x"], args["idx"], *matrices)
 
     return make
+
+
+def check(actual: jax.Array, expected: jax.Array) -> None:
+    """fp32 sums of 4,096 terms in another order, 2^-24 each, then a rounding that may flip: a bf16 unit is up to 2^-7."""
+    assert actual.dtype == expected.dtype and actual.shape == expected.shape
+    actual, expected = (np.asarray(x).astype(np.float64) for x in (actual, expected))
+    far = ~(abs(actual - expected) <= 2.0**-7 * abs(expected) + 2.0**-12 * np.sqrt(np.mean(expected**2)))
+    assert not far.any(), f"{np.count_nonzero(far)} of {far.size} values differ, by up to {abs(actual - expected).max():.3g}"
