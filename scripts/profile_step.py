@@ -133,7 +133,7 @@ def named(events: list[dict], module: Module) -> tuple[list[dict], dict[str, tup
     from muse_jax import hlo
 
     found = [i for computation in module.computations.values() for i in computation.instructions.values()]
-    # In a CUDA graph only the kernel's name is known, which is the instruction's with underscores.
+    # Of a kernel in a CUDA graph the trace has the graph and the kernel's name, which is the instruction's with underscores.
     instructions = {re.sub(r"[.-]", "_", i.name): i for i in found} | {i.name: i for i in found}
     gpus = {event["pid"] for event in events if "/device:GPU" in str(event.get("args", {}).get("name"))}
     kept, sums = [], collections.defaultdict(lambda: [0, 0.0])
@@ -145,7 +145,7 @@ def named(events: list[dict], module: Module) -> tuple[list[dict], dict[str, tup
         on_gpu = event.get("pid") in gpus
         if event.get("ph") != "X" or not (on_gpu or "hlo_op" in args):
             continue
-        instruction = instructions.get(args.get("hlo_op", event["name"]))
+        instruction = instructions.get(args.get("hlo_op")) or instructions.get(event["name"])
         op_name = "" if instruction is None else instruction.op_name
         scope = "/".join(hlo.scopes(op_name)) or "(no scope)"
         operation = op_name.rpartition("/")[2] or event["name"]

@@ -9,6 +9,8 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))  # as w
 
 import profile_step
 
+from muse_jax import hlo
+
 
 def test_operations_have_the_models_names(tmp_path, capsys):
     out = tmp_path / "step.trace.json.gz"
@@ -31,3 +33,26 @@ def test_a_name_that_cannot_be_written(tmp_path, capsys):
     assert profile_step.main(["--out", str(tmp_path / "taken")]) == 2
     assert "is a directory" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_kernels_of_a_cuda_graph():
+    """Recorded on an H200: the trace names the graph and the kernel, as XLA calls it, not the instruction."""
+    text = """HloModule jit_decode
+
+ENTRY %main (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  %loop_add.7 = f32[4]{0} add(%x, %x), metadata={op_name="jit(decode)/moe/moe.norm/add"}
+  ROOT %copy = f32[4]{0} copy(%loop_add.7), metadata={op_name="jit(decode)/commit/copy"}
+}
+"""
+    gpu = {"ph": "X", "pid": 1, "tid": 14, "ts": 1.0, "dur": 2.0}
+    graph = {"hlo_op": "command_buffer_1"}
+    events = [
+        {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "/device:GPU:0"}},
+        gpu | {"name": "loop_add_7", "args": graph},
+        gpu | {"name": "memcpy32_post", "args": graph},
+        gpu | {"pid": 701, "name": "cuGraphLaunch", "args": {}},
+    ]
+    kept, sums = profile_step.named(events, hlo.parse(text))
+    assert [event["name"] for event in kept[1:]] == ["moe/moe.norm/add", "(no scope)/memcpy32_post"]
+    assert sums == {"moe/moe.norm": (1, 2.0), "(no scope)": (1, 2.0)}
