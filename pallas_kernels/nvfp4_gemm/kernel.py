@@ -27,8 +27,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from pallas_kernels import compat
+from pallas_kernels.numerics import round_to
 from pallas_kernels.nvfp4_gemm.packing import CODES, FIELDS, WORDS, PackedWeights, permute_rows
-from pallas_kernels.nvfp4_gemm.reference import BLOCK, round_to
+from pallas_kernels.nvfp4_gemm.reference import BLOCK
 
 CONSUMERS = 4  # warpgroups that multiply
 # A thread of five warpgroups starts with 96 registers at most (65,536 / 640, in steps of 8). Consumers wait for theirs, so

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.numerics import round_to
+
 BLOCK = 16  # values of a row of weights that share a scale
 
 
@@ -81,13 +83,6 @@ def decode(codes: jax.Array, block_scales: jax.Array, dtype: jnp.dtype) -> jax.A
     values = jnp.where(nibbles < 8, magnitudes[nibbles & 7], -magnitudes[nibbles & 7])
     blocks = values.reshape(*block_scales.shape, BLOCK) * block_scales.astype(dtype)[..., None]
     return blocks.reshape(values.shape)
-
-
-def round_to(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """fp32 to bfloat16 or float32, nearest-even; forced, because XLA may drop a pair of conversions."""
-    if dtype == jnp.bfloat16:
-        x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    return x.astype(dtype)
 
 
 def _at(x: jax.Array, i: jax.Array) -> jax.Array:

@@ -76,25 +76,3 @@ def test_shapes_that_do_not_fit_are_refused(rng):
         combine(rows, weights[:, :2], norm, Combine(1e-8, 512, 1))
     with pytest.raises(ValueError, match="top_k, m"):
         row_squares(rows, norm[:8])
-
-
-@pytest.mark.parametrize("case", list(shapes.cases(rows=(1, 3), m=4096, top_k=3, warpgroups=2)), ids=lambda case: case.name)
-def test_interpreted_kernel_is_close_to_the_reference(case, rng):
-    args = case.arguments(rng)
-    shapes.check(
-        jax.jit(functools.partial(case.kernel, interpret=compat.interpret_params()))(*args), jax.jit(case.reference)(*args)
-    )
-
-
-@pytest.mark.parametrize("case", list(shapes.cases()), ids=lambda case: case.name)
-def test_kernel_is_lowered_for_cuda(case, rng):
-    traced = jax.jit(case.kernel).trace(*case.arguments(rng))
-    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", list(shapes.cases()), ids=lambda case: case.name)
-def test_compiled_kernel_is_close_to_the_reference(case, rng):
-    args = case.arguments(rng)
-    expected = jax.jit(case.reference)(*args)
-    shapes.check(jax.jit(case.kernel)(*args), expected)

@@ -1,7 +1,5 @@
 """out_gate: norm and gate of attention's output in one kernel."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,6 @@ import pytest
 
 from muse_jax import ops
 from muse_jax.numerics import fp32, round_to
-from pallas_kernels import compat
 from pallas_kernels.out_gate import out_gate, out_gate_reference, shapes
 
 
@@ -35,25 +32,3 @@ def test_shapes_that_do_not_fit_are_refused(rng):
         out_gate(out[:15], gate[:15], 1e-5)
     with pytest.raises(ValueError, match="a gate"):
         out_gate(out, gate[:8], 1e-5)
-
-
-@pytest.mark.parametrize("case", list(shapes.cases(rows=(32,), heads=3)), ids=lambda case: case.name)
-def test_interpreted_kernel_is_close_to_the_reference(case, rng):
-    args = case.arguments(rng)
-    shapes.check(
-        jax.jit(functools.partial(case.kernel, interpret=compat.interpret_params()))(*args), jax.jit(case.reference)(*args)
-    )
-
-
-@pytest.mark.parametrize("case", list(shapes.cases()), ids=lambda case: case.name)
-def test_kernel_is_lowered_for_cuda(case, rng):
-    traced = jax.jit(case.kernel).trace(*case.arguments(rng))
-    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", list(shapes.cases()), ids=lambda case: case.name)
-def test_compiled_kernel_is_close_to_the_reference(case, rng):
-    args = case.arguments(rng)
-    expected = jax.jit(case.reference)(*args)
-    shapes.check(jax.jit(case.kernel)(*args), expected)

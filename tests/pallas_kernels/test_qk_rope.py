@@ -1,7 +1,5 @@
 """qk_rope: norm and RoPE of queries and keys in one kernel."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +7,6 @@ import pytest
 
 from muse_jax import ops
 from muse_jax.numerics import SERVING, round_to
-from pallas_kernels import compat
 from pallas_kernels.qk_rope import qk_rope, qk_rope_reference, shapes
 
 
@@ -42,25 +39,3 @@ def test_shapes_that_do_not_fit_are_refused(rng):
         qk_rope(q, k[:8], None, 1e-5)
     with pytest.raises(ValueError, match="tables must be"):
         qk_rope(q, k, (tables[0], tables[1][:8]), 1e-5)
-
-
-@pytest.mark.parametrize("case", list(shapes.cases(rows=(32,), heads=3, kv_heads=2)), ids=lambda case: case.name)
-def test_interpreted_kernel_is_close_to_the_reference(case, rng):
-    args = case.arguments(rng)
-    shapes.check(
-        jax.jit(functools.partial(case.kernel, interpret=compat.interpret_params()))(*args), jax.jit(case.reference)(*args)
-    )
-
-
-@pytest.mark.parametrize("case", list(shapes.cases()), ids=lambda case: case.name)
-def test_kernel_is_lowered_for_cuda(case, rng):
-    traced = jax.jit(case.kernel).trace(*case.arguments(rng))
-    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", list(shapes.cases()), ids=lambda case: case.name)
-def test_compiled_kernel_is_close_to_the_reference(case, rng):
-    args = case.arguments(rng)
-    expected = jax.jit(case.reference)(*args)
-    shapes.check(jax.jit(case.kernel)(*args), expected)

@@ -1,7 +1,5 @@
 """route: the choice of experts in one kernel."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,25 +57,3 @@ def test_shapes_that_do_not_fit_are_refused(rng):
         route(logits, bias[:8], shapes.CONFIG)
     with pytest.raises(ValueError, match="257 of 256"):
         route(logits, bias, Route(257, 1.0, 1.0))
-
-
-@pytest.mark.parametrize("case", list(shapes.cases(rows=(8,))), ids=lambda case: case.name)
-def test_interpreted_kernel_is_close_to_the_reference(case, rng):
-    args = case.arguments(rng)
-    shapes.check(
-        jax.jit(functools.partial(case.kernel, interpret=compat.interpret_params()))(*args), jax.jit(case.reference)(*args)
-    )
-
-
-@pytest.mark.parametrize("case", list(shapes.cases()), ids=lambda case: case.name)
-def test_kernel_is_lowered_for_cuda(case, rng):
-    traced = jax.jit(case.kernel).trace(*case.arguments(rng))
-    assert traced.lower(lowering_platforms=("cuda",)).as_text().count("custom_call @mosaic_gpu") == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("case", list(shapes.cases()), ids=lambda case: case.name)
-def test_compiled_kernel_is_close_to_the_reference(case, rng):
-    args = case.arguments(rng)
-    expected = jax.jit(case.reference)(*args)
-    shapes.check(jax.jit(case.kernel)(*args), expected)
