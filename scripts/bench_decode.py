@@ -81,6 +81,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
     config, draft_config = shape(args)
     device = jax.devices()[0]
+    if args.shape == "full" and device.platform != "gpu":
+        raise ValueError(f"--shape full needs an NVIDIA GPU, found {device.platform}; --shape tiny runs everywhere")
     conditions = {
         "shape": args.shape,
         "tp": args.tp,

@@ -115,6 +115,8 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
     try:
         partial.write_bytes(gzip.compress(json.dumps(trace | {"traceEvents": events}).encode()))
         partial.replace(args.out)
+    except OSError as error:
+        raise ValueError(f"--out {args.out}: cannot be written: {error.strerror}") from None
     finally:
         partial.unlink(missing_ok=True)
     return {

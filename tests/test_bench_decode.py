@@ -21,6 +21,7 @@ import bench_decode
 import random_models
 
 ROWS, TP = 16, 8
+without_gpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is one")
 
 
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
@@ -125,6 +126,7 @@ def test_a_bad_verdict_ends_it(capsys, monkeypatch):
         (["--routing", "17"], "--routing 17: "),
         (["--layers", "99"], "--layers 99: the tiny shape has"),
         (["--draft"], "--draft: the tiny shape has none"),
+        pytest.param(["--shape", "full"], "--shape full needs an NVIDIA GPU, found cpu", marks=without_gpu),
     ],
 )
 def test_bad_arguments(capsys, arguments, message):
