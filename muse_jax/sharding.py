@@ -135,7 +135,7 @@ class Ranks:
             return terms[0]
 
         def in_order(stacked: jax.Array) -> jax.Array:
-            # The axis of ranks goes last: XLA moves a reshape past one addition in each round of its simplifications.
+            # The axis of ranks is dropped at the end: XLA moves a reshape past one addition in each round of simplifications.
             return functools.reduce(jnp.add, jnp.split(stacked, self.count))[0]
 
         add = isolated(in_order)

@@ -1,6 +1,6 @@
 """Times the decode step of one rank of a model that no single device could hold, with random weights.
 
-    python scripts/bench_decode.py --shape full --layers 62 --context 2048 --routing 49     66.6 GB of weights: one H200
+    python scripts/bench_decode.py --shape full --layers 62 --context 2048 --routing 49     66.6 GB of weights, not run yet
     python scripts/bench_decode.py --shape full --layers 2 --draft                          any GPU
     python scripts/bench_decode.py                                                          a toy, on a CPU
 
