@@ -28,7 +28,7 @@ from muse_jax import sharding, tree
 from muse_jax.config import ModelConfig
 from muse_jax.draft import DFlash2
 from muse_jax.draft_config import DraftConfig
-from muse_jax.kv_cache import DecodeContext, FullContext, KVCache, PrefillContext
+from muse_jax.kv_cache import FullContext, KVCache, PrefillContext
 from muse_jax.layout import parameter_tree
 from muse_jax.model import MuseSpark, Routing
 from muse_jax.sampling import SamplingParams, choose
@@ -127,12 +127,15 @@ class Model:
     @functools.cached_property
     def specs(self) -> Model:
         """Where each parameter lives on the mesh."""
-        how = self.module.sharding
+        how, backend = self.module.sharding, self.module.backend
 
-        def tree(config: ModelConfig | DraftConfig | None) -> dict | None:
-            return None if config is None else parameter_tree(config, lambda spec: sharding.param_spec(spec, how))
+        def tree(config: ModelConfig | DraftConfig | None, params: dict | None) -> dict | None:
+            if config is None:
+                return None
+            return backend.stored_specs(parameter_tree(config, lambda spec: sharding.param_spec(spec, how)), params)
 
-        return dataclasses.replace(self, params=tree(self.config), draft_params=tree(self.draft_config))
+        specs = {"params": tree(self.config, self.params), "draft_params": tree(self.draft_config, self.draft_params)}
+        return dataclasses.replace(self, **specs)
 
     @property
     def cache_specs(self) -> tuple[KVCache, KVCache | None]:
@@ -397,7 +400,8 @@ def verify(
     On each device of a mesh by itself.  routing: as in `verify_and_commit`.
     """
     module = model.module
-    context = DecodeContext.create(state.cache, state.length, nodes.depth, (nodes.ancestors,) * 2, module.config)
+    visible = (nodes.ancestors,) * 2
+    context = module.backend.decode_context(state.cache, state.length, nodes.depth, visible, module.config)
     taps = () if model.draft_params is None else model.draft.config.target_layer_ids
     stream, rows, taps = module(nodes.token, context, state.cache, taps=taps, routing=routing)
     return module.logit_parts(stream), rows, taps

@@ -10,17 +10,20 @@ nothing. Values are rounded where they feed a GEMM; norms, convolutions, residua
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from muse_jax import ops
+from muse_jax.backends import XLA, Backend
 from muse_jax.config import AttentionKind
 from muse_jax.draft_config import DraftConfig
 from muse_jax.kv_cache import KV, DecodeContext, KVCache, heads_first
 from muse_jax.layout import draft_tensors
 from muse_jax.model import Parameters, join_caches, kv_parts_of, split_cache, swiglu_mlp
-from muse_jax.numerics import SERVING, fp32, product, round_to
+from muse_jax.numerics import SERVING, fp32, round_to
 from muse_jax.sampling import mask_padding, top_candidates
 from muse_jax.sharding import ONE_DEVICE, ShardingConfig
 
@@ -32,7 +35,7 @@ class DynamicConv(nnx.Module):
     """
 
     def __init__(self, config: DraftConfig, param: Parameters):
-        self.config, self.ranks = config, param.ranks("kernel_projection")
+        self.config, self.backend, self.ranks = config, param.backend, param.ranks("kernel_projection")
         self.base_kernel = param("base_kernel")
         self.kernel_projection = param("kernel_projection")
 
@@ -44,20 +47,17 @@ class DynamicConv(nnx.Module):
             rows = ranks.gather(ranks.run(ops.linear, x, ranks.split(self.kernel_projection[...], 0)), -1)
         return rows.reshape(*x.shape[:2], 2, config.conv_kernel_size, config.conv_groups)
 
-    def __call__(self, z: jax.Array, coefficients: jax.Array, side: int) -> jax.Array:
-        """z: [B, T, D], T a multiple of block_size. Returns [B, T, D] fp32. No tap reaches into another block."""
-        config = self.config
-        batch, rows, _ = z.shape
-        size = config.block_size
-        # [B, blocks, rows of a block, groups, G]
-        z = fp32(z).reshape(batch, rows // size, size, config.conv_groups, config.conv_group_size)
-        base = fp32(self.base_kernel[...])[side].reshape(-1, 1, 1, 1, *z.shape[3:])
-        delta = coefficients[:, :, side].reshape(*z.shape[:3], config.conv_kernel_size, config.conv_groups, 1)
-        out = jnp.zeros_like(z)
-        for tap in range(config.conv_kernel_size):
-            shifted = jnp.pad(z[:, :, : size - tap], ((0, 0), (0, 0), (tap, 0), (0, 0), (0, 0)))
-            out = out + product(base[tap] + delta[:, :, :, tap], shifted)
-        return out.reshape(batch, rows, -1)
+    def before(self, z: jax.Array, coefficients: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Of the sublayer's normed input. z: [B, T, D], T a multiple of block_size. Returns [B, T, D], rounded."""
+        return self._conv(z, coefficients, None, 0, dtype)
+
+    def after(self, z: jax.Array, coefficients: jax.Array, stream: jax.Array) -> jax.Array:
+        """Of the sublayer's output, added to the residual stream. z, stream: [B, T, D]. Returns [B, T, D] fp32."""
+        return self._conv(z, coefficients, stream, 1, jnp.dtype(jnp.float32))
+
+    def _conv(self, z: jax.Array, coefficients: jax.Array, residual: jax.Array | None, side: int, dtype: Any) -> jax.Array:
+        settings = {"side": side, "block_size": self.config.block_size, "dtype": dtype}
+        return self.backend.grouped_conv(z, self.base_kernel[...], coefficients, residual, **settings)
 
 
 class DraftLayer(nnx.Module):
@@ -85,12 +85,12 @@ class DraftLayer(nnx.Module):
             out = ranks.sum(ranks.run(self._attention_of_rank, x, rope, context, *weights, caches))
         if self.config.attention_bias:
             out = out + fp32(self.o_bias[...])[None, None, :]
-        stream = stream + self.attention_conv(out, coefficients, side=1)
+        stream = self.attention_conv.after(out, coefficients, stream)
 
         x, coefficients = self._conv_in(stream, self.pre_ffn_norm, self.mlp_conv)
         with jax.named_scope("draft.down_proj"):
             out = swiglu_mlp(x, self.gate_proj, self.up_proj, self.down_proj, self.mlp_ranks, SERVING, self.dtype)
-        return stream + self.mlp_conv(out, coefficients, side=1)
+        return self.mlp_conv.after(out, coefficients, stream)
 
     def keys_values(self, x: jax.Array, rope: tuple) -> KV:
         """Of rows of the context, [B, T, D], in the order of the caches: two of [B, K, T, H]. Context is not convolved."""
@@ -121,7 +121,7 @@ class DraftLayer(nnx.Module):
     def _conv_in(self, stream: jax.Array, norm: nnx.Param, conv: DynamicConv) -> tuple[jax.Array, jax.Array]:
         x = plain_norm(stream, norm, self.config.rms_norm_eps, self.dtype)
         coefficients = conv.coefficients(x)
-        return round_to(conv(x, coefficients, side=0), self.dtype), coefficients
+        return conv.before(x, coefficients, self.dtype), coefficients
 
     def _heads(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:2], -1, self.config.head_dim)
@@ -144,14 +144,22 @@ class DFlash2(nnx.Module):
     Args:
       config: facts of the checkpoint.
       dtype: bfloat16 or float32, of parameters and GEMM inputs.
-      sharding: as in `MuseSpark`.
+      sharding, backend: as in `MuseSpark`.
 
     It is made without arrays: parameters come from a checkpoint, or from whoever trains one.
     """
 
-    def __init__(self, config: DraftConfig, *, dtype: jnp.dtype = jnp.bfloat16, sharding: ShardingConfig = ONE_DEVICE):
-        self.config, self.dtype, self.sharding = config, dtype, sharding
-        param = Parameters({spec.path: spec for spec in draft_tensors(config)}, dtype, rngs=None, sharding=sharding)
+    def __init__(
+        self,
+        config: DraftConfig,
+        *,
+        dtype: jnp.dtype = jnp.bfloat16,
+        sharding: ShardingConfig = ONE_DEVICE,
+        backend: Backend = XLA,
+    ):
+        self.config, self.dtype, self.sharding, self.backend = config, dtype, sharding, backend
+        specs = {spec.path: spec for spec in draft_tensors(config)}
+        param = Parameters(config, specs, dtype, None, sharding, backend)
         self.fc_ranks, self.selector_ranks = param.ranks("fc"), param.ranks("selector_projection")
         self.vocab_ranks = param.ranks("predecessor_codebook")
         self.fc, self.hidden_norm = param("fc"), param("hidden_norm")
@@ -183,7 +191,7 @@ class DFlash2(nnx.Module):
         depth, *visible = (
             jnp.broadcast_to(x[None], (start.shape[0], *x.shape)) for x in (rows, *block_visibility(self.config))
         )
-        return DecodeContext.create(cache, start, depth, tuple(visible), self.config)
+        return self.backend.decode_context(cache, start, depth, tuple(visible), self.config)
 
     def embed(self, anchor: jax.Array, embedding: jax.Array) -> jax.Array:
         """The block before the first layer.

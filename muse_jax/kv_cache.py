@@ -90,9 +90,10 @@ class KVCache:
 def ring_capacity(config: Config, slots: int, tree_size: int) -> int:
     """Slots of a sliding layer's ring: the window but the query's own key, and every row of a step.
 
-    A window wider than the sequences that the caches are for (`slots`) shows all of them, and takes no more room.
+    A window wider than the sequences that the caches are for (`slots`) shows all of them, and takes no more room. Kernels read
+    slots by eight.
     """
-    return min(config.sliding_window or 1, slots) - 1 + tree_size
+    return -(-(min(config.sliding_window or 1, slots) - 1 + tree_size) // 8) * 8
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["positions"], meta_fields=[])
@@ -203,7 +204,7 @@ class DecodeContext:
             start=start,
             positions=positions,
             ring_mask=hide(ring_visible),
-            rows_in_window=hide(visible[1] & (positions[:, None, :] >= oldest)),
+            rows_in_window=hide(rows_in_window(positions, visible[1], config)),
             rows_mask=hide(visible[0]),
         )
 
@@ -222,6 +223,12 @@ class DecodeContext:
         else:
             out = attend(q, [(*cache, self.ring_mask), (k, v, self.rows_in_window)], scale, numerics)
         return out, (k, v)
+
+
+def rows_in_window(positions: jax.Array, visible: jax.Array, config: Config) -> jax.Array:
+    """Which rows of a step each row sees in a sliding layer, [B, T, T] bool. positions: [B, T]; visible: without the window."""
+    oldest = positions[:, :, None] - (config.sliding_window or 1) + 1
+    return visible & (positions[:, None, :] >= oldest)
 
 
 @dataclasses.dataclass(frozen=True)

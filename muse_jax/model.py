@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from muse_jax import nvfp4, ops
+from muse_jax.backends import XLA, Backend, Config
 from muse_jax.config import AttentionSizes, MLPKind, ModelConfig
 from muse_jax.kv_cache import KV, DecodeContext, FullContext, KVCache, PrefillContext
 from muse_jax.layout import TensorSpec, text_tensors
@@ -32,10 +34,12 @@ Routing = tuple[jax.Array, jax.Array]  # expert ids int32 and weights fp32, [row
 class Parameters:
     """Makes the parameters of one part of the tree, with the shapes and dtypes of `layout`; abstract ones without `rngs`."""
 
+    config: Config
     specs: dict[tuple, TensorSpec]
     dtype: jnp.dtype
     rngs: nnx.Rngs | None
     sharding: ShardingConfig = ONE_DEVICE
+    backend: Backend = XLA
     path: tuple = ()
 
     def at(self, *path: str | int) -> Parameters:
@@ -45,38 +49,45 @@ class Parameters:
         """The ranks that the parameter `name` is cut for; one where it is not."""
         return Ranks() if self.specs[(*self.path, name)].shard_axis is None else self.sharding.ranks
 
-    def __call__(self, name: str) -> nnx.Param | PackedParam:
-        """The parameter `name`; a packed one where the table has its codes and scales."""
+    def __call__(self, name: str) -> nnx.Param | CompositeParam:
+        """The parameter `name`, in the form in which the backend keeps it."""
         if (*self.path, name, "codes") in self.specs:
-            return PackedParam(self.at(name))
+            value = self._nvfp4(name)
+        else:
+            value = self._array(name)
+        value = self.backend.stored(name, value, self.config, self.sharding)
+        return CompositeParam(value) if dataclasses.is_dataclass(value) else nnx.Param(value)
+
+    def _array(self, name: str) -> jax.Array | jax.ShapeDtypeStruct:
         spec = self.specs[(*self.path, name)]
         dtype = spec.dtype_in(self.dtype)
         if self.rngs is None:
-            return nnx.Param(jax.ShapeDtypeStruct(spec.param_shape, dtype))
+            return jax.ShapeDtypeStruct(spec.param_shape, dtype)
         if len(spec.shape) > 1:
-            return nnx.Param(nnx.initializers.normal(0.02)(self.rngs.params(), spec.param_shape, dtype))
+            return nnx.initializers.normal(0.02)(self.rngs.params(), spec.param_shape, dtype)
         # Vectors are zero-centred norms, residual gates and the router bias; only the final norm is centred at one.
-        return nnx.Param(jnp.full(spec.param_shape, 1 if name == "final_norm" else 0, dtype))
+        return jnp.full(spec.param_shape, 1 if name == "final_norm" else 0, dtype)
+
+    def _nvfp4(self, name: str) -> NVFP4Weight:
+        part = self.at(name)
+        if self.rngs is None:
+            return NVFP4Weight(**{field.name: part._array(field.name) for field in dataclasses.fields(NVFP4Weight)})
+        *rows, bytes_per_row = self.specs[(*part.path, "codes")].param_shape
+        weight = nnx.initializers.normal(0.02)(self.rngs.params(), (*rows, 2 * bytes_per_row), jnp.float32)
+        scale = nvfp4.matrix_scale(jnp.max(jnp.abs(weight), axis=(-2, -1)))
+        return NVFP4Weight(*nvfp4.encode(weight, scale), scale, jnp.ones_like(scale))
 
 
-class PackedParam(nnx.Module):
-    """An NVFP4 weight among the parameters; `param[...]` is its value, as of an `nnx.Param`."""
+class CompositeParam(nnx.Module):
+    """A dataclass of arrays, such as an NVFP4 weight, among the parameters; `param[...]` is its value, as of an `nnx.Param`."""
 
-    def __init__(self, param: Parameters):
-        fields = [field.name for field in dataclasses.fields(NVFP4Weight)]
-        if param.rngs is None:
-            values = {name: param(name) for name in fields}
-        else:
-            *rows, bytes_per_row = param.specs[(*param.path, "codes")].param_shape
-            weight = nnx.initializers.normal(0.02)(param.rngs.params(), (*rows, 2 * bytes_per_row), jnp.float32)
-            scale = nvfp4.matrix_scale(jnp.max(jnp.abs(weight), axis=(-2, -1)))
-            arrays = (*nvfp4.encode(weight, scale), scale, jnp.ones_like(scale))
-            values = {name: nnx.Param(array) for name, array in zip(fields, arrays, strict=True)}
-        for name, value in values.items():
-            setattr(self, name, value)
+    def __init__(self, value: Any):
+        self.kind = type(value)
+        for name, array in vars(value).items():
+            setattr(self, name, nnx.Param(array))
 
-    def __getitem__(self, _) -> NVFP4Weight:
-        return NVFP4Weight(self.codes[...], self.block_scales[...], self.global_scale[...], self.input_scale[...])
+    def __getitem__(self, _) -> Any:
+        return self.kind(**{field.name: getattr(self, field.name)[...] for field in dataclasses.fields(self.kind)})
 
 
 class Attention(nnx.Module):
@@ -85,6 +96,7 @@ class Attention(nnx.Module):
     def __init__(self, layer_idx: int, config: ModelConfig, numerics: Numerics, dtype: jnp.dtype, param: Parameters):
         self.config, self.numerics, self.dtype = config, numerics, dtype
         self.window, self.uses_rope = config.window(layer_idx), config.layer_uses_rope[layer_idx]
+        self.backend = param.backend
         self.ranks = param.ranks("q_proj")
         self.q_proj = param("q_proj")
         self.k_proj = param("k_proj")
@@ -117,22 +129,11 @@ class Attention(nnx.Module):
         q, k, v, gate = (round_to(ops.linear(rows, weight), dtype) for weight in (q_proj, k_proj, v_proj, attn_out_gate))
         q, k, v = (y.reshape(*x.shape[:2], -1, config.head_dim) for y in (q, k, v))
 
-        step = (lambda y: fp32(round_to(y, dtype))) if numerics.qk_norm_rounded else (lambda y: y)
-        heads = q.shape[2]
-        qk = step(ops.rms(jnp.concatenate([q, k], axis=2), config.rms_norm_eps))  # one array: fewer operations to compile
-        scale = config.head_dim**-0.5
-        if numerics.qk_scale_in_q:
-            factors = jnp.where(jnp.arange(qk.shape[2]) < heads, config.qk_scale_factor, 1.0)
-            qk = step(qk * factors[None, None, :, None])
-        else:
-            scale *= config.qk_scale_factor
-        qk = ops.apply_rope(qk, rope, numerics, dtype) if self.uses_rope else round_to(qk, dtype)
-        q, k = jnp.split(qk, [heads], axis=2)
+        rope = rope if self.uses_rope else None
+        q, k = self.backend.qk_norm_rope(q, k, rope, config, numerics)
+        scale = config.head_dim**-0.5 * (1.0 if numerics.qk_scale_in_q else config.qk_scale_factor)
         out, cache = context.attend(q, k, v, cache, self.window, scale, numerics)
-
-        step = (lambda y: fp32(round_to(y, dtype))) if numerics.out_gate_steps_rounded else (lambda y: y)
-        out = step(ops.rms(step(out), config.rms_norm_eps))
-        gated = round_to(out * step(jax.nn.sigmoid(fp32(gate))).reshape(out.shape), dtype)
+        gated = self.backend.out_gate(out, gate.reshape(out.shape), config.rms_norm_eps, numerics)
         return ops.linear(gated.reshape(*x.shape[:2], -1), o_proj), cache
 
 
@@ -150,7 +151,7 @@ class SparseMLP(nnx.Module):
     ):
         self.config, self.numerics, self.dtype = config, numerics, dtype
         self.dense_experts, self.activations = dense_experts, activations
-        self.sharding = param.sharding
+        self.sharding, self.backend = param.sharding, param.backend
         self.pooled_ranks, self.output_ranks = param.ranks("pre_expert_proj"), param.ranks("post_expert_proj")
         self.router = param("router")
         self.router_bias = param("router_bias")
@@ -162,10 +163,13 @@ class SparseMLP(nnx.Module):
         self.post_expert_proj = param("post_expert_proj")
 
     def __call__(self, x: jax.Array, routing: Routing | None = None) -> jax.Array:
-        """x: [B, T, D], normed.  routing: in place of the router's.  Returns [B, T, D], rounded."""
+        """x: [B, T, D], normed.  routing: in place of the router's, which runs all the same: so benchmarks know what is read.
+        Returns [B, T, D], rounded."""
         config, numerics, dtype = self.config, self.numerics, self.dtype
         rows = x.reshape(-1, x.shape[-1])
-        idx, weights = self.route(rows) if routing is None else routing
+        idx, weights = self.route(rows)
+        if routing is not None:
+            idx, weights = routing[0], routing[1] + 0.0 * weights
         with jax.named_scope("moe.pre_expert_proj"):
             pooled = column_parallel(rows, self.pre_expert_proj, self.pooled_ranks, dtype)
         pooled = ops.centred_norm(pooled, self.pre_expert_norm[...], config.rms_norm_eps, numerics, dtype)
@@ -176,8 +180,8 @@ class SparseMLP(nnx.Module):
     def _mixed(self, pooled: jax.Array, idx: jax.Array, weights: jax.Array) -> jax.Array:
         """The experts' weighted sum, [R, M], rounded."""
         config, numerics, dtype = self.config, self.numerics, self.dtype
-        if self.sharding.num_devices is not None:
-            experts = ShardedExperts(config, numerics, dtype, self.activations, self.sharding)
+        if self.sharding.num_devices is not None or self.backend.fuses_experts(self.gate_up[...]):
+            experts = ShardedExperts(config, numerics, dtype, self.activations, self.sharding, self.backend)
             return experts(pooled, idx, weights, self.gate_up[...], self.down[...], self.post_expert_norm[...])
         run = ops.experts_dense if self.dense_experts else ops.experts
         out = run(pooled, idx, self.gate_up[...], self.down[...], numerics, self.activations)
@@ -189,15 +193,7 @@ class SparseMLP(nnx.Module):
 
     def route(self, rows: jax.Array) -> Routing:
         """rows: [R, D], normed. Returns expert ids and weights, [R, num_experts_per_tok]."""
-        config = self.config
-        return ops.route(
-            rows,
-            self.router[...],
-            self.router_bias[...],
-            config.num_experts_per_tok,
-            config.output_multiplier,
-            config.routed_scaling_factor,
-        )
+        return self.backend.route(rows, self.router[...], self.router_bias[...], self.config)
 
 
 class DenseMLP(nnx.Module):
@@ -269,7 +265,7 @@ class DecoderLayer(nnx.Module):
         param: Parameters,
         activations: str,
     ):
-        self.config, self.numerics, self.dtype = config, numerics, dtype
+        self.config, self.numerics, self.dtype, self.backend = config, numerics, dtype, param.backend
         self.input_norm = param("input_norm")
         self.attention = Attention(layer_idx, config, numerics, dtype, param.at("attention"))
         self.post_attention_gate = param("post_attention_gate")
@@ -282,31 +278,47 @@ class DecoderLayer(nnx.Module):
         self.post_ffn_norm = param("post_ffn_norm")
         self.post_ffn_gate = param("post_ffn_gate")
 
-    def __call__(self, stream: jax.Array, rope: tuple, cache, context: Context, routing: Routing | None = None):
-        """stream: [B, T, D], the residual stream.  routing: as in `SparseMLP`.  Returns the new stream and the layer's new
-        cache."""
-        config, numerics, dtype = self.config, self.numerics, self.dtype
-        x = ops.centred_norm(stream, self.input_norm[...], config.rms_norm_eps, numerics, dtype)
+    def __call__(
+        self,
+        stream: jax.Array,
+        x: jax.Array,
+        rope: tuple,
+        cache,
+        context: Context,
+        next_norm: jax.Array | None,
+        routing: Routing | None = None,
+    ):
+        """One layer, from after its input norm to after the next layer's.
+
+        Args:     stream: [B, T, D], the residual stream.  x: [B, T, D], what the input norm made of it, rounded.
+                  next_norm: [D], weight of the next layer's input norm; None after the last layer.  routing: as in `SparseMLP`.
+        Returns:  the new stream, what the next layer's norm made of it, and the layer's new cache.
+        """
         with jax.named_scope("attention"):
             branch, cache = self.attention(x, rope, cache, context)
-        stream = self._blend(stream, ops.rms(branch, config.post_norm_eps), self.post_attention_gate)
-
-        x = ops.centred_norm(stream, self.pre_ffn_norm[...], config.rms_norm_eps, numerics, dtype)
+        stream, x = self._blend(stream, branch, self.post_attention_gate[...], None, self.pre_ffn_norm[...])
         with jax.named_scope("moe" if isinstance(self.mlp, SparseMLP) else "mlp"):
-            out = self.mlp(x) if routing is None else self.mlp(x, routing)
-        branch = ops.input_scaled_norm(out, self.post_ffn_norm[...], config.post_norm_eps, numerics, dtype)
-        return self._blend(stream, branch, self.post_ffn_gate), cache
+            branch = self.mlp(x) if routing is None else self.mlp(x, routing)
+        stream, x = self._blend(stream, branch, self.post_ffn_gate[...], self.post_ffn_norm[...], next_norm)
+        return stream, x, cache
 
-    def _blend(self, stream: jax.Array, branch: jax.Array, gate: nnx.Param) -> jax.Array:
-        if self.numerics.post_norm_rounded:
-            branch = round_to(branch, self.dtype)
-        blended = ops.residual_gate(stream, branch, gate[...], self.config.residual_gate_temperature)
-        return round_to(blended, self.dtype) if self.numerics.stream_rounded else blended
+    def _blend(self, *args: Any) -> tuple[jax.Array, jax.Array | None]:
+        with jax.named_scope("blend_norm"):
+            return self.backend.blend_norm(*args, self.config, self.numerics, self.dtype)
 
 
 @jax.jit
-def _run_layer(layer: DecoderLayer, stream: jax.Array, rope: tuple, cache, context: Context, routing: Routing | None):
-    return layer(stream, rope, cache, context, routing)
+def _run_layer(
+    layer: DecoderLayer,
+    stream: jax.Array,
+    x: jax.Array,
+    rope: tuple,
+    cache,
+    context: Context,
+    next_norm: jax.Array | None,
+    routing: Routing | None,
+):
+    return layer(stream, x, rope, cache, context, next_norm, routing)
 
 
 # On a mesh XLA keeps each layer as a call, too: it compiles many layers faster so (62 layers, two CPU cores: 41 s against 50).
@@ -323,6 +335,7 @@ class MuseSpark(nnx.Module):
       dense_experts: run every expert on every row. Differentiable, and slower by E / top_k; for training.
       activations: "bf16", or "nvfp4" to quantise what the GEMMs of NVFP4 experts read; other experts stay as they are.
       sharding: how devices share the work; with other than the default, calls belong inside `jax.shard_map`.
+      backend: what runs the operations of a step.
       rngs: for fresh parameters (their values are those transformers starts from); None: shapes in place of arrays.
     """
 
@@ -335,11 +348,13 @@ class MuseSpark(nnx.Module):
         dense_experts: bool = False,
         activations: str = "bf16",
         sharding: ShardingConfig = ONE_DEVICE,
+        backend: Backend = XLA,
         rngs: nnx.Rngs | None = None,
     ):
         self.config, self.numerics, self.dtype, self.activations = config, numerics, dtype, activations
-        param = Parameters({spec.path: spec for spec in text_tensors(config)}, dtype, rngs, sharding)
-        self.sharding, self.vocab_ranks = sharding, param.ranks("lm_head")
+        specs = {spec.path: spec for spec in text_tensors(config)}
+        param = Parameters(config, specs, dtype, rngs, sharding, backend)
+        self.sharding, self.backend, self.vocab_ranks = sharding, backend, param.ranks("lm_head")
         self.embedding = param("embedding")
         self.layers = nnx.List(
             DecoderLayer(i, config, numerics, dtype, dense_experts, param.at("layers", i), activations)
@@ -370,10 +385,14 @@ class MuseSpark(nnx.Module):
         inv_freq = ops.rope_inverse_frequencies(config.rope_theta, config.head_dim)
         rope = ops.rope_tables(context.positions, inv_freq, self.numerics, self.dtype)
         outputs, kept = {}, []
-        run_layer = _run_layer if self.sharding.num_devices is None else _run_layer_as_call
-        for i, layer in enumerate(self.layers):
+        sharding = self.sharding
+        run_layer = _run_layer_as_call if sharding.num_devices is not None and sharding.isolates else _run_layer
+        norms = [layer.input_norm[...] for layer in self.layers]
+        x = ops.centred_norm(stream, norms[0], config.rms_norm_eps, self.numerics, self.dtype)
+        for i, (layer, next_norm) in enumerate(zip(self.layers, [*norms[1:], None], strict=True)):
             layer_cache = None if cache is None else cache.layers[i]
-            stream, keep = run_layer(layer, stream, rope, layer_cache, context, None if routing is None else routing[i])
+            layer_routing = None if routing is None else routing[i]
+            stream, x, keep = run_layer(layer, stream, x, rope, layer_cache, context, next_norm, layer_routing)
             kept.append(keep)
             if i in taps:
                 outputs[i] = stream

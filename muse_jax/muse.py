@@ -62,7 +62,7 @@ def load(
       path: directory with config.json, safetensors and, for text, tokenizer.json.
       mesh: devices that share the work (`muse_jax.sharding.make_mesh`): the same bits for 1, 2, 4 and 8 (on
         CPUs). None: the default device alone, in the form that is fastest for one.
-      backend: "auto" or "xla".
+      backend: "xla"; "pallas", fused kernels for Hopper GPUs, on a CPU interpreted, for tests; "auto", the faster that serves.
       numerics: "serving", or "hf" to round where transformers does.
       dtype: "bfloat16" or "float32"; None: the checkpoint's on a GPU, float32 on a CPU (XLA for CPU widens bf16 weights
         at every step).
@@ -84,7 +84,6 @@ def load(
 
     if jax.config.jax_enable_x64:
         raise ValueError("jax_enable_x64 is on: muse_jax counts positions in 32 bits and needs it off, as it is by default")
-    backend = resolve_backend(backend)
     if numerics not in NUMERICS:
         raise ValueError(f"numerics = {numerics!r}: allowed are {', '.join(map(repr, NUMERICS))}")
     if activations not in ACTIVATIONS:
@@ -98,7 +97,8 @@ def load(
         mesh = sharding.check_mesh(mesh)
     elif moe_sharding in ("expert", "replicated"):
         raise ValueError(f"moe_sharding = {moe_sharding!r} needs a mesh: without one a device has all experts")
-    how = sharding.ShardingConfig(None if mesh is None else mesh.size, moe_sharding)
+    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    how = sharding.ShardingConfig(None if mesh is None else mesh.size, moe_sharding, isolates=platform != "gpu")
     reader = checkpoints.open_reader(path)
     config = reader.config
     how.check_fits(config)
@@ -112,7 +112,7 @@ def load(
         max_length = config.max_position_embeddings
     elif isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 2:
         raise ValueError(f"max_length = {max_length!r}: expected an integer above 1")
-    platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+    runs_on = resolve_backend(backend, platform, NUMERICS[numerics])
     if dtype is None:
         dtype = "float32" if platform == "cpu" else config.dtype
     if dtype not in _DTYPES:
@@ -124,7 +124,8 @@ def load(
     num_ranks = 1 if mesh is None else mesh.size
     weights = _DTYPES[dtype]
     params, _ = checkpoints.load_params(reader, dtype=weights, put=put, num_ranks=num_ranks, progress=progress)
-    settings = {"dtype": jnp.dtype(weights), "sharding": how}
+    settings = {"dtype": jnp.dtype(weights), "sharding": how, "backend": runs_on}
+    params = runs_on.stored_params(params, config, how, mesh)
     module = MuseSpark(config, numerics=NUMERICS[numerics], activations=activations, **settings)
     valid_vocab = config.vocab_size if tokenizer is None else min(config.vocab_size, tokenizer.vocab_size)
     draft_module = draft_params = None
@@ -133,6 +134,7 @@ def load(
             raise ValueError(f"the draft's selector_top_k = {draft_config.selector_top_k}: there are {valid_vocab} tokens")
         draft_module = DFlash2(draft_config, **settings)
         draft_params, _ = checkpoints.load_params(draft_path, draft_config, dtype=weights, put=put, num_ranks=num_ranks)
+        draft_params = runs_on.stored_params(draft_params, draft_config, how, mesh)
     model = Model.create(
         module,
         params,
@@ -143,7 +145,7 @@ def load(
         valid_vocab=valid_vocab,
         mesh=mesh,
     )
-    return Muse(model, config, draft_config, tokenizer, mesh, backend, max_length, prefill_chunk)
+    return Muse(model, config, draft_config, tokenizer, mesh, runs_on.name, max_length, prefill_chunk)
 
 
 def _find_draft(path: str | Path, draft: str | Path | None, speculation: str | None) -> Path | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from muse_jax import nvfp4
-from muse_jax.config import RESIDUAL_GATE_FLOOR, ROUTER_RENORM_EPS
+from muse_jax.config import RESIDUAL_GATE_FLOOR, ROUTER_RENORM_EPS, ModelConfig
 from muse_jax.numerics import Numerics, fp32, product, round_to
 from muse_jax.nvfp4 import NVFP4Weight
 
@@ -73,16 +73,58 @@ def _row(vector: jax.Array, like: jax.Array) -> jax.Array:
 # ------------------------------------------------------------------------------------------------- residual gate, SwiGLU
 
 
-def residual_gate(stream: jax.Array, branch: jax.Array, gate: jax.Array, temperature: float) -> jax.Array:
-    """alpha stream + beta branch, fp32, with alpha^2 = 1 - beta^2 (floored).
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["alpha", "beta"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class GateFactors:
+    """What a residual gate multiplies stream and branch by, [D] fp32 each; they depend on weights alone."""
 
-    Args:     stream, branch: [B, T, D].  gate: [D] fp32.
+    alpha: jax.Array
+    beta: jax.Array
+
+    @classmethod
+    def create(cls, gate: jax.Array, temperature: float) -> GateFactors:
+        """beta = sigmoid(gate / temperature); alpha^2 = 1 - beta^2, floored."""
+        w = gate / temperature
+        beta = jax.nn.sigmoid(w)
+        return cls(jnp.sqrt(jnp.maximum(jax.nn.sigmoid(-w) * (1.0 + beta), RESIDUAL_GATE_FLOOR)), beta)
+
+
+def residual_gate(stream: jax.Array, branch: jax.Array, gate: jax.Array | GateFactors, temperature: float) -> jax.Array:
+    """alpha stream + beta branch, fp32.
+
+    Args:     stream, branch: [B, T, D].  gate: [D] fp32, or its factors.
     Source:   transformers 5.24.0, MuseSparkResidualGate.
     """
-    w = gate / temperature
-    beta = jax.nn.sigmoid(w)
-    alpha = jnp.sqrt(jnp.maximum(jax.nn.sigmoid(-w) * (1.0 + beta), RESIDUAL_GATE_FLOOR))
-    return product(_row(alpha, stream), fp32(stream)) + product(_row(beta, stream), fp32(branch))
+    factors = gate if isinstance(gate, GateFactors) else GateFactors.create(gate, temperature)
+    return product(_row(factors.alpha, stream), fp32(stream)) + product(_row(factors.beta, stream), fp32(branch))
+
+
+def blend_norm(
+    stream: jax.Array,
+    branch: jax.Array,
+    gate: jax.Array | GateFactors,
+    branch_weight: jax.Array | None,
+    next_weight: jax.Array | None,
+    config: ModelConfig,
+    numerics: Numerics,
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array | None]:
+    """The end of a branch: its post-norm, the residual gate, and the norm that feeds the next GEMM.
+
+    Args:     stream, branch: [B, T, D].  gate: of `residual_gate`.  branch_weight: [D], scales the branch before its norm;
+              None: it has no weight.  next_weight: [D]; None: there is no next norm here.
+    Returns:  the new stream, and what is next read of it, rounded.
+    """
+    if branch_weight is None:
+        branch = rms(branch, config.post_norm_eps)
+    else:
+        branch = input_scaled_norm(branch, branch_weight, config.post_norm_eps, numerics, dtype)
+    if numerics.post_norm_rounded:
+        branch = round_to(branch, dtype)
+    stream = residual_gate(stream, branch, gate, config.residual_gate_temperature)
+    if numerics.stream_rounded:
+        stream = round_to(stream, dtype)
+    return stream, None if next_weight is None else centred_norm(stream, next_weight, config.rms_norm_eps, numerics, dtype)
 
 
 def swiglu(gate: jax.Array, up: jax.Array, numerics: Numerics, dtype: jnp.dtype) -> jax.Array:
@@ -125,6 +167,40 @@ def apply_rope(x: jax.Array, tables: tuple, numerics: Numerics, dtype: jnp.dtype
     return round_to(jnp.concatenate([products[0] + products[1], products[2] + products[3]], axis=-1), dtype)
 
 
+# ------------------------------------------------------------------------------------------------------------ attention
+
+
+def qk_norm_rope(
+    q: jax.Array, k: jax.Array, rope: tuple | None, config: ModelConfig, numerics: Numerics
+) -> tuple[jax.Array, jax.Array]:
+    """Norm of each head of q and k, q's factor where it is not part of the softmax scale, and RoPE.
+
+    Args:     q: [B, T, N, H] and k: [B, T, K, H], rounded.  rope: of `rope_tables`; None for a layer without positions.
+    Returns:  both, of the same shapes, rounded.
+    """
+    dtype, heads = q.dtype, q.shape[2]
+    step = (lambda y: fp32(round_to(y, dtype))) if numerics.qk_norm_rounded else (lambda y: y)
+    qk = step(rms(jnp.concatenate([q, k], axis=2), config.rms_norm_eps))  # one array: fewer operations to compile
+    if numerics.qk_scale_in_q:
+        factors = jnp.where(jnp.arange(qk.shape[2]) < heads, config.qk_scale_factor, 1.0)
+        qk = step(qk * factors[None, None, :, None])
+    qk = round_to(qk, dtype) if rope is None else apply_rope(qk, rope, numerics, dtype)
+    q, k = jnp.split(qk, [heads], axis=2)
+    return q, k
+
+
+def out_gate(out: jax.Array, gate: jax.Array, eps: float, numerics: Numerics) -> jax.Array:
+    """rms of each head's output times sigmoid(gate).
+
+    Args:     out: [B, T, N, H] fp32.  gate: [B, T, N, H], rounded.
+    Returns:  [B, T, N, H] of gate's dtype.
+    """
+    dtype = gate.dtype
+    step = (lambda y: fp32(round_to(y, dtype))) if numerics.out_gate_steps_rounded else (lambda y: y)
+    out = step(rms(step(out), eps))
+    return round_to(out * step(jax.nn.sigmoid(fp32(gate))), dtype)
+
+
 # ------------------------------------------------------------------------------------------------------------------ MoE
 
 
@@ -148,7 +224,10 @@ def combine(rows: jax.Array, weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return round_to(jnp.sum(fp32(rows) * weights[..., None], axis=1), dtype)
 
 
-ExpertWeight = jax.Array | NVFP4Weight
+if TYPE_CHECKING:  # it takes a second to import, on top of JAX
+    from pallas_kernels.nvfp4_gemm import PackedWeights
+
+ExpertWeight = Union[jax.Array, NVFP4Weight, "PackedWeights"]
 ACTIVATIONS = ("bf16", "nvfp4")  # of GEMMs with NVFP4 weights: W4A16 and W4A4
 
 
@@ -218,8 +297,9 @@ def experts_dense(
     Returns:  [R, top_k, M], each routed row's down projection, rounded.
     """
     dtype = x.dtype
-    if isinstance(gate_up, NVFP4Weight):  # one expert after another, so that no more than one is there decoded
-        out = lax.map(lambda weights: expert(x, *weights, numerics, activations), (gate_up, down))
+    if not isinstance(gate_up, jax.Array):  # one expert after another, so that no more than one is there decoded
+        experts = jnp.arange(gate_up.shape[0])
+        out = lax.map(lambda i: expert(x, *of_expert((gate_up, down), i), numerics, activations), experts)
         return out[idx, jnp.arange(x.shape[0])[:, None]]
     hidden = jnp.einsum("rm,ecfm->cref", x, gate_up, precision="highest", preferred_element_type=jnp.float32)
     hidden = swiglu(hidden[0], hidden[1], numerics, dtype)
@@ -256,8 +336,21 @@ def experts(
 
 
 def of_expert(weights: Any, expert_idx: jax.Array) -> Any:
-    """One expert's part of a pytree of stacked weights."""
-    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, expert_idx, keepdims=False), weights)
+    """One expert's part of stacked weights, or of several of them; packed ones are unpacked."""
+
+    def of_one(weight: ExpertWeight) -> jax.Array | NVFP4Weight:
+        if isinstance(weight, (jax.Array, NVFP4Weight)):
+            return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, expert_idx, keepdims=False), weight)
+        part = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, expert_idx), weight)
+        return jax.tree.map(lambda leaf: leaf[0], unpacked(part))
+
+    return jax.tree.map(of_one, weights, is_leaf=lambda x: not isinstance(x, tuple))
+
+
+def unpacked(weight: PackedWeights) -> NVFP4Weight:
+    """Weights of experts in the order of the checkpoint."""
+    codes, block_scales, global_scale = weight.unpack()
+    return NVFP4Weight(codes, block_scales, global_scale, jnp.ones_like(global_scale))
 
 
 @functools.partial(
@@ -339,6 +432,73 @@ def _block_rows(routed: int, num_experts: int) -> int:
     """Rows per block: near the mean load of an expert, at most 128 (beyond that a GEMM gains nothing)."""
     mean_load = max(1, routed // num_experts)
     return min(128, 1 << (mean_load - 1).bit_length())
+
+
+def row_squares(rows: jax.Array, norm: jax.Array, numerics: Numerics) -> jax.Array:
+    """The sum of squares of each piece of a row, scaled as the post-expert norm does first.
+
+    Args:     rows: [R, top_k, m], pieces of routed rows, rounded.  norm: [m], the piece of the norm's weight.
+    Returns:  [R, top_k, 1] fp32.
+    """
+    scaled = input_scale(rows, norm, numerics, rows.dtype)
+    return jnp.sum(scaled * scaled, axis=-1, keepdims=True)
+
+
+def combine_pieces(
+    rows: jax.Array,
+    norm: jax.Array,
+    total: jax.Array,
+    weights: jax.Array,
+    chosen: jax.Array | None,
+    config: ModelConfig,
+    numerics: Numerics,
+) -> jax.Array:
+    """The weighted sum of normed rows over their slots, or over the chosen ones.
+
+    Args:     rows, norm: as `row_squares`.  total: [R, top_k, 1] fp32, of whole rows.  weights: [R, top_k] fp32.
+              chosen: [R, top_k] bool; None: all.
+    Returns:  [R, m]: fp32 where slots were chosen, as more will be added, else rounded.
+    """
+    normed = input_scale(rows, norm, numerics, rows.dtype) * lax.rsqrt(total / config.moe_hidden_size + config.post_norm_eps)
+    if numerics.post_expert_norm_rounded:
+        normed = fp32(round_to(normed, rows.dtype))
+    weighted = product(normed, weights[..., None])
+    if chosen is None:
+        return round_to(jnp.sum(weighted, axis=1), rows.dtype)
+    return jnp.sum(jnp.where(chosen[..., None], weighted, 0.0), axis=1)
+
+
+# ------------------------------------------------------------------------------------------------------- draft's convolution
+
+
+def grouped_conv(
+    z: jax.Array,
+    base: jax.Array,
+    coefficients: jax.Array,
+    residual: jax.Array | None,
+    *,
+    side: int,
+    block_size: int,
+    dtype: jnp.dtype,
+) -> jax.Array:
+    """Causal convolution over the rows of a block, with a kernel of its own per row and group of channels.
+
+    Args:     z: [B, T, D], T a multiple of block_size.  base: [2, taps, D].  coefficients: [B, T, 2, taps, groups] fp32, added
+              to `base` for channels in groups of D / groups.  residual: [B, T, D] fp32, added.  side: 0 or 1.
+    Returns:  [B, T, D], rounded to `dtype`. No tap reaches into another block.
+    """
+    batch, rows, channels = z.shape
+    taps, groups = coefficients.shape[3:]
+    # [B, blocks, rows of a block, groups, G]
+    x = fp32(z).reshape(batch, rows // block_size, block_size, groups, channels // groups)
+    kernel = fp32(base)[side].reshape(-1, 1, 1, 1, *x.shape[3:])
+    delta = coefficients[:, :, side].reshape(*x.shape[:3], taps, groups, 1)
+    out = jnp.zeros_like(x)
+    for tap in range(taps):
+        shifted = jnp.pad(x[:, :, : block_size - tap], ((0, 0), (0, 0), (tap, 0), (0, 0), (0, 0)))
+        out = out + product(kernel[tap] + delta[:, :, :, tap], shifted)
+    out = out.reshape(z.shape)
+    return round_to(out if residual is None else residual + out, dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------------- head

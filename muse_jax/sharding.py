@@ -60,12 +60,15 @@ class Ranks:
     loopback: this device is the first of `devices`, without the others: wherever it waits for their data it finds its own. The
       work of one rank of a large mesh, for measuring; the results mean nothing.
 
+    isolates: the work of a rank is a call of its own (`isolated`), without which the bits depend on the number of devices.
+
     Lists have one entry for each rank of this device, in order.
     """
 
     count: int = 1
     devices: int = 1
     loopback: bool = False
+    isolates: bool = True
 
     @property
     def local(self) -> int:
@@ -75,7 +78,10 @@ class Ranks:
     @property
     def everywhere(self) -> Ranks:
         """The same ranks, all of them on every device: for what is there as a whole and yet done part by part."""
-        return Ranks(self.count)
+        return Ranks(self.count, isolates=self.isolates)
+
+    def isolate(self, function: Callable) -> Callable:
+        return isolated(function) if self.isolates else function
 
     def index(self, i: int) -> jax.Array:
         """The number of this device's rank i, int32."""
@@ -114,7 +120,7 @@ class Ranks:
         """[function(*args) for each rank]. A list among the arguments has an entry per rank; others are the same for all."""
         if self.count == 1:
             return [function(*(arg[0] if isinstance(arg, list) else arg for arg in args))]
-        function = isolated(function)
+        function = self.isolate(function)
         return [function(*(arg[i] if isinstance(arg, list) else arg for arg in args)) for i in range(self.local)]
 
     def gather(self, pieces: Sequence[jax.Array], axis: int) -> jax.Array:
@@ -123,7 +129,7 @@ class Ranks:
             return pieces[0]
         axis %= pieces[0].ndim
         if self.devices == 1:
-            return isolated(lambda *pieces: jnp.concatenate(pieces, axis))(*pieces)
+            return self.isolate(lambda *pieces: jnp.concatenate(pieces, axis))(*pieces)
         return self._gather(jnp.stack(pieces), axis)
 
     def sum(self, terms: Sequence[jax.Array]) -> jax.Array:
@@ -138,7 +144,7 @@ class Ranks:
             # The axis of ranks is dropped at the end: XLA moves a reshape past one addition in each round of simplifications.
             return functools.reduce(jnp.add, jnp.split(stacked, self.count))[0]
 
-        add = isolated(in_order)
+        add = self.isolate(in_order)
         stacked, axis = jnp.stack(terms), terms[0].ndim  # of the last axis of `stacked`
         if self.devices == 1:
             return add(stacked)
@@ -154,13 +160,13 @@ class Ranks:
         another axis as it likes, and compile what reads it for that layout.
         """
         stacked = self._of_all_devices(stacked)
-        return isolated(lambda stacked: lax.collapse(jnp.moveaxis(stacked, 0, axis), axis, axis + 2))(stacked)
+        return self.isolate(lambda stacked: lax.collapse(jnp.moveaxis(stacked, 0, axis), axis, axis + 2))(stacked)
 
     def max(self, terms: Sequence[jax.Array]) -> jax.Array:
         """The largest of all ranks, elementwise, on every device: exact in any order."""
         if self.count == 1:
             return terms[0]
-        largest = isolated(lambda *terms: functools.reduce(jnp.maximum, terms))(*terms)
+        largest = self.isolate(lambda *terms: functools.reduce(jnp.maximum, terms))(*terms)
         return self._reduced(lax.pmax, largest)
 
     def count_sum(self, terms: Sequence[jax.Array]) -> jax.Array:
@@ -170,7 +176,9 @@ class Ranks:
 
     def _of_all_devices(self, x: jax.Array) -> jax.Array:
         """The arrays of all devices one after the other along axis 0."""
-        return jnp.concatenate([x] * self.devices) if self.loopback else lax.all_gather(x, AXIS, axis=0, tiled=True)
+        if self.loopback:  # nothing is fused over what would be a collective
+            return lax.optimization_barrier(jnp.concatenate([lax.optimization_barrier(x)] * self.devices))
+        return lax.all_gather(x, AXIS, axis=0, tiled=True)
 
     def _reduced(self, collective: Callable, x: jax.Array) -> jax.Array:
         return x if self.devices == 1 or self.loopback else collective(x, AXIS)
@@ -184,7 +192,7 @@ class Ranks:
         if self.count == 1:
             return table[ids]
         if self.devices == 1:
-            return isolated(lambda table, ids: table[ids])(table, ids)
+            return self.isolate(lambda table, ids: table[ids])(table, ids)
         rows = table.shape[0]
         here = ids - self.index(0) * (rows // self.local)
         inside = ((here >= 0) & (here < rows))[..., None]
@@ -212,6 +220,7 @@ class ShardingConfig:
     group_slots: the weighted sum over a token's experts is formed as "expert" has to, first within each rank's experts, then
       over ranks; always so with "expert".
     loopback: one device plays the first of `num_devices` (`Ranks.loopback`), without a mesh.
+    isolates: `Ranks.isolates`. Not for GPUs, where XLA fuses nothing in a call.
     """
 
     num_devices: int | None = None
@@ -219,6 +228,7 @@ class ShardingConfig:
     moe_exchange: str = "sums"
     group_slots: bool = False
     loopback: bool = False
+    isolates: bool = True
 
     def __post_init__(self) -> None:
         if self.moe_sharding not in MOE_SHARDINGS:
@@ -239,7 +249,7 @@ class ShardingConfig:
     @property
     def ranks(self) -> Ranks:
         """Of what is cut."""
-        return Ranks() if self.num_devices is None else Ranks(NUM_RANKS, self.num_devices, self.loopback)
+        return Ranks() if self.num_devices is None else Ranks(NUM_RANKS, self.num_devices, self.loopback, self.isolates)
 
     @property
     def mesh_size(self) -> int | None:

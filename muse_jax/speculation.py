@@ -36,7 +36,7 @@ from muse_jax.sampling import (
     sum_in_order,
     uniforms,
 )
-from muse_jax.sharding import Ranks, isolated
+from muse_jax.sharding import Ranks
 from muse_jax.tree import Tree
 
 
@@ -214,7 +214,7 @@ def _invert_partitions(
         return _first_above(weights, before + jnp.cumsum(weights, axis=-1), number)
 
     # Each device looks into one partition, whatever number it has, so that the sums have the same shape.
-    find = find if ranks.count == 1 else isolated(find)
+    find = find if ranks.count == 1 else ranks.isolate(find)
     weights = of_partition(partition)
     token = partition * weights.shape[-1] + find(weights, before, number)
     is_here = partition // (NUM_RANKS // ranks.devices) == ranks.index(0) // ranks.local

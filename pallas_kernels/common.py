@@ -59,6 +59,12 @@ def loader(interpret: Any) -> Callable[[Any, Any], jax.Array]:
     return load
 
 
+def whole_rows(x: jax.Array, multiple: int) -> jax.Array:
+    """Rows of zeros appended up to a multiple of so many."""
+    padding = -x.shape[0] % multiple
+    return jnp.pad(x, [(0, padding), *[(0, 0)] * (x.ndim - 1)]) if padding else x
+
+
 def store(ref: Any, x: jax.Array) -> None:
     """Rounds to the ref's dtype and writes."""
     compat.store(ref, x.astype(ref.dtype))

@@ -41,22 +41,29 @@ def key_of(spec: TensorSpec) -> jax.Array:
 
 
 def rank_zero(
-    config: ModelConfig, draft_config: DraftConfig | None, tp: int, dtype: jax.typing.DTypeLike, rows: int, activations: str
+    config: ModelConfig,
+    draft_config: DraftConfig | None,
+    tp: int,
+    dtype: jax.typing.DTypeLike,
+    rows: int,
+    activations: str,
+    backend: str = "xla",
 ) -> Model:
     """What rank 0 of `tp` has of a model with random weights, and its work: `ShardingConfig.loopback` stands in for the others.
 
-    Args:     rows: of a step.
+    Args:     rows: of a step.  backend: the weights' values are the same for all.
     """
     import jax
     import jax.numpy as jnp
 
+    from muse_jax.backends import resolve_backend
     from muse_jax.decoding import Model
     from muse_jax.draft import DFlash2
     from muse_jax.layout import parameter_tree
     from muse_jax.model import MuseSpark
     from muse_jax.sharding import ShardingConfig
 
-    how = ShardingConfig(tp, loopback=True)
+    how = ShardingConfig(tp, loopback=True, isolates=jax.default_backend() != "gpu")
     compiled = jax.jit(draw, static_argnums=(0, 1, 2, 3))
     like: dict[tuple, TensorSpec] = {}
 
@@ -65,10 +72,15 @@ def rank_zero(
         first = like.setdefault((spec.path[-1], spec.param_shape, spec.dtype_in(dtype)), spec)  # one program for all layers
         return compiled(first, shape, jnp.dtype(dtype), config.moe_hidden_size, key_of(spec))
 
-    settings = {"dtype": jnp.dtype(dtype), "sharding": how}
+    runs_on = resolve_backend(backend, jax.default_backend())
+    settings = {"dtype": jnp.dtype(dtype), "sharding": how, "backend": runs_on}
+
+    def params(config: ModelConfig | DraftConfig) -> dict:
+        return runs_on.stored_params(parameter_tree(config, leaf), config, how, None)
+
     drafted = {}
     if draft_config is not None:
         draft_config.check_fits(config)
-        drafted = {"draft": DFlash2(draft_config, **settings), "draft_params": parameter_tree(draft_config, leaf)}
+        drafted = {"draft": DFlash2(draft_config, **settings), "draft_params": params(draft_config)}
     module = MuseSpark(config, activations=activations, **settings)
-    return Model.create(module, parameter_tree(config, leaf), **drafted, tree_size=rows)
+    return Model.create(module, params(config), **drafted, tree_size=rows)

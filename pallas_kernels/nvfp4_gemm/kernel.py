@@ -86,10 +86,10 @@ def plan(idx: jax.Array, num_experts: int) -> Plan:
     """Groups routed rows by expert, by comparing each pair: there are 128 at most.
 
     Args:     idx: [R, top_k] int32; the experts of a row are distinct.
-    Raises:   ValueError if there are more than 16 rows.
+    Raises:   NotImplementedError if there are more than 16 rows.
     """
     if idx.shape[0] > MAX_ROWS:
-        raise ValueError(f"{idx.shape[0]} rows: at most {MAX_ROWS} are possible")
+        raise NotImplementedError(f"{idx.shape[0]} rows, more than {MAX_ROWS}")
     routed = idx.size
     num_places = min(num_experts, routed)
     num_groups = min(routed, (routed + (GROUP - 1) * num_places) // GROUP)

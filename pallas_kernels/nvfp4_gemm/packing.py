@@ -59,6 +59,17 @@ class PackedWeights:
     def k(self) -> int:
         return self.block_scales.shape[2] * self.cols * BLOCK
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the matrices that it stands for."""
+        pair = (self.matrices,) if self.matrices > 1 else ()
+        return (len(self.words), *pair, self.out_rows, self.k)
+
+    def unpack(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The arguments of `pack_weights`: codes, block scales, global scales."""
+        arrays = unpack_weights(self)
+        return arrays if self.matrices > 1 else tuple(x[:, 0] for x in arrays)
+
 
 def pack_weights(
     codes: jax.Array, block_scales: jax.Array, global_scale: jax.Array, tile_rows: int = 128, cols: int = 32

@@ -18,6 +18,7 @@ from pallas_kernels.common import (
     loader,
     product,
     store_halves,
+    whole_rows,
 )
 
 
@@ -28,8 +29,7 @@ def qk_rope(
 
     The rows of a head are rows of the tables too, so that nothing is ever broadcast over heads.
 
-    Raises:   ValueError for shapes or dtypes that do not fit; NotImplementedError if T is no multiple of 16 or H is no
-              multiple of 64.
+    Raises:   ValueError for shapes or dtypes that do not fit; NotImplementedError if H is no multiple of 64.
     Rounding: that of the reference, but squares are summed in another order.
     """
     rows, heads, head_dim = q.shape
@@ -38,9 +38,11 @@ def qk_rope(
     tables = () if tables is None else tuple(tables)
     if any(table.shape != (rows, head_dim // 2) or table.dtype != jnp.float32 for table in tables):
         raise ValueError(f"qk_rope: tables must be float32 {(rows, head_dim // 2)}, got {[t.shape for t in tables]}")
-    if rows % HALF_HEAD_ROWS or head_dim % 64:
-        raise NotImplementedError(f"qk_rope: {rows} rows of heads of {head_dim}; they must be multiples of 16 and of 64")
+    if head_dim % 64:
+        raise NotImplementedError(f"qk_rope: heads of {head_dim}; multiples of 64 are possible")
     load = loader(interpret)
+    q, k, *tables = (whole_rows(x, HALF_HEAD_ROWS) for x in (q, k, *tables))
+    padded = len(q)
 
     def qk_rope_head(q_ref, k_ref, *refs):
         *table_refs, q_out_ref, k_out_ref = refs
@@ -64,9 +66,10 @@ def qk_rope(
         def _():
             one_head(k_ref.at[here, head - heads], k_out_ref.at[head - heads, here])
 
-    return kernel(
+    q, k = kernel(
         qk_rope_head,
-        [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((k.shape[1], rows, head_dim), k.dtype)],
-        grid={"head": heads + k.shape[1], "block": rows // HALF_HEAD_ROWS},
+        [jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((k.shape[1], padded, head_dim), k.dtype)],
+        grid={"head": heads + k.shape[1], "block": padded // HALF_HEAD_ROWS},
         interpret=interpret,
     )(q, k, *tables)
+    return q[:rows], k[:, :rows]

@@ -10,7 +10,7 @@ import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.common import PIECE_LAYOUT, PIECE_SHAPE, kernel, loader, store
+from pallas_kernels.common import PIECE_LAYOUT, PIECE_SHAPE, kernel, loader, store, whole_rows
 from pallas_kernels.route.reference import RENORM_EPS
 
 _ROWS = PIECE_SHAPE[0]  # of a CTA
@@ -31,8 +31,7 @@ def route(logits: jax.Array, bias: jax.Array, config: Route, interpret: Any = No
     top_k times the best of a row is found and hidden. Scores are compared as integers: a warp has one instruction for the
     largest of its integers, and they have an order with NaN too, so that ids are those of experts whatever the scores.
 
-    Raises:   ValueError for shapes or dtypes that do not fit; NotImplementedError if T is no multiple of 4 or E is no multiple
-              of 128.
+    Raises:   ValueError for shapes or dtypes that do not fit; NotImplementedError if E is no multiple of 128.
     Rounding: that of the reference, but the chosen scores are summed best first, and the exponential of the sigmoid may differ
               from XLA's in its last bits; so may a choice between scores that are this close.
     """
@@ -41,9 +40,10 @@ def route(logits: jax.Array, bias: jax.Array, config: Route, interpret: Any = No
         raise ValueError(f"route: float32 [T, E] and [E] wanted, got {logits.dtype}{logits.shape} and {bias.dtype}{bias.shape}")
     if not 0 < config.top_k <= experts:
         raise ValueError(f"route: {config.top_k} of {experts} experts")
-    if rows % _ROWS or experts % PIECE_SHAPE[1]:
-        raise NotImplementedError(f"route: {rows} rows of {experts} experts; they must be multiples of 4 and of 128")
+    if experts % PIECE_SHAPE[1]:
+        raise NotImplementedError(f"route: {experts} experts; multiples of 128 are possible")
     load = loader(interpret)
+    logits = whole_rows(logits, _ROWS)
 
     def route_rows(logits_ref, bias_ref, idx_ref, weights_ref):
         here = pl.ds(lax.axis_index("block") * _ROWS, _ROWS)
@@ -68,13 +68,14 @@ def route(logits: jax.Array, bias: jax.Array, config: Route, interpret: Any = No
         for i, score in enumerate(chosen):
             store(weights_ref.at[here, i], score / total * config.scaling)
 
-    out = (rows, config.top_k)
-    return kernel(
+    out = (len(logits), config.top_k)
+    idx, weights = kernel(
         route_rows,
         [jax.ShapeDtypeStruct(out, jnp.int32), jax.ShapeDtypeStruct(out, jnp.float32)],
-        grid={"block": rows // _ROWS},
+        grid={"block": len(logits) // _ROWS},
         interpret=interpret,
     )(logits, bias)
+    return idx[:rows], weights[:rows]
 
 
 def _ordered(x: jax.Array) -> jax.Array:
