@@ -28,38 +28,30 @@ import argparse
 import collections
 import contextlib
 import dataclasses
-import errno
-import importlib.util
 import io
 import itertools
 import json
 import os
-import signal
-import stat
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from generate import (
+from command_line import (
     BAD_INPUT,
-    BUNDLED,
     FAILED,
-    INTERRUPTED,
     Interrupts,
     Parser,
-    broken_pipe,
     directory,
-    encode,
-    histogram,
+    guarded,
     leave,
     open_streams,
     positive_int,
     report,
-    tree_size,
 )
+from generate import BUNDLED, encode, histogram, tree_size
+from output_files import check_matplotlib, check_output, write_file
 
 if __name__ == "__main__":
     interrupts = Interrupts()
@@ -461,51 +453,6 @@ def draw(results: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def real_file(path: Path) -> Path | None:
-    """The file at the end of links, there or not yet; None for what cannot be replaced: a pipe, a device, stdout."""
-    try:
-        status = path.stat()
-    except FileNotFoundError:
-        return Path(os.path.realpath(path))
-    if stat.S_ISDIR(status.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    replaceable = stat.S_ISREG(status.st_mode) and not is_stdout(path)
-    return Path(os.path.realpath(path)) if replaceable else None
-
-
-def is_stdout(path: Path) -> bool:
-    """Whether `path` is the file that stdout writes to, under any name (/dev/stdout)."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(sys.stdout.fileno()))
-    except OSError:  # nothing there, or stdout is no file
-        return False
-
-
-def check_output(path: Path) -> None:
-    """Raises OSError if `write_file` may not write there."""
-    file = real_file(path)
-    if (file is None or file.exists()) and not os.access(path, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-    if file is not None:
-        tempfile.TemporaryFile(dir=file.parent).close()
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Writes all of it or nothing, links followed; a pipe or a device is written to as it is."""
-    file = real_file(path)
-    if file is None:
-        # Opened anew, a file behind stdout would be written over by what stdout still has to write.
-        with open(sys.stdout.fileno() if is_stdout(path) else path, "wb", closefd=not is_stdout(path)) as stream:
-            stream.write(data)
-        return
-    partial = file.with_name(f".{NAME}.{os.getpid()}")
-    try:
-        partial.write_bytes(data)
-        partial.replace(file)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 # ---------------------------------------------------------------------------------------------------------- command line
 
 
@@ -570,23 +517,16 @@ def main(argv: Sequence[str] | None = None, interrupts: Interrupts | None = None
     interrupts = interrupts or Interrupts()
     open_streams()
     args = parse_arguments(argv)
-    if args.png is not None and importlib.util.find_spec("matplotlib") is None:
-        return complain("--png: matplotlib is not installed: pip install -e '.[plot]'", BAD_INPUT)
-    try:
-        with interrupts.raised():
-            results = bench(args, interrupts.check)
-            exit_code = write_results(args, results)
-            print_results(args, results)
-            interrupts.check()
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # what is left takes no time
-        return complain("interrupted", INTERRUPTED)
-    except BrokenPipeError:
-        return broken_pipe()
-    except (ValueError, OSError) as error:
-        return complain(" ".join(str(error).split()), BAD_INPUT)
-    except jax.errors.JaxRuntimeError as error:
-        return complain(f"the device failed: {str(error).splitlines()[0][:300]}", FAILED)
+    return guarded(NAME, lambda: run(args, interrupts), interrupts=interrupts)
+
+
+def run(args: argparse.Namespace, interrupts: Interrupts) -> int:
+    if args.png is not None:
+        check_matplotlib("--png")
+    results = bench(args, interrupts.check)
+    exit_code = write_results(args, results)
+    print_results(args, results)
+    interrupts.check()
     faults = [row for row in results["runs"] if row["check"] and row["check"]["fault"]]
     for row in faults:
         complain(f"{label(row)} at temperature {row['temperature']:g} is not plain decoding: {row['check']['fault']}", FAILED)

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from generate import BAD_INPUT, FAILED, Parser, leave, open_streams, positive_int, report
+from command_line import BAD_INPUT, FAILED, Parser, leave, open_streams, positive_int, report
 
 CONVERT = Path(__file__).resolve().parent / "convert_checkpoint.py"
 PATHS = {  # name: source, arguments

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from generate import BUNDLED, SAMPLE_QUESTION, Parser, positive_int
+from command_line import Parser, guarded, leave, open_streams, positive_int
+from generate import BUNDLED, SAMPLE_QUESTION
 
 import muse_jax
 from muse_jax.muse import DRAFT_DIRECTORY
@@ -349,6 +350,7 @@ def print_table(results: dict[str, Any]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    open_streams()
     parser = Parser(prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("--checkpoint", type=Path, default=BUNDLED, help="directory in Hugging Face layout (default: the bundled muse_tiny)")
@@ -361,17 +363,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.new_tokens < 2:
         parser.error("--new-tokens 1: expected at least 2")
     os.environ["JAX_PLATFORMS"] = "cpu"  # read when JAX first looks for devices
+    return guarded(NAME, lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
     try:
         results = bench(args)
     except ModuleNotFoundError as error:
-        print(
-            f"{NAME}: {error.name} is not installed: pip install -e '.[parity]' (dflash: pip install --no-deps dflash==0.1.0)",
-            file=sys.stderr,
-        )
-        return 2
-    except (ValueError, OSError) as error:
-        print(f"{NAME}: {error}", file=sys.stderr)
-        return 2
+        raise ValueError(
+            f"{error.name} is not installed: pip install -e '.[parity]' (dflash: pip install --no-deps dflash==0.1.0)"
+        ) from None
     print_table(results)
     if args.json:
         print(json.dumps(results))
@@ -379,4 +380,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -9,7 +9,8 @@
     MB         that must be read and written; most arrays are small and stay in the L2 cache from one call to the next
     share      of what a sum over a large array reads per second on this device, in the same run
 
-Exit code: 0; 1 if a verdict is bad or the device fails; 2 for bad arguments or without a GPU; 130 after Ctrl-C.
+Exit code: 0; 1 if a verdict is bad or the device fails; 2 for bad arguments or without a GPU; 130 after Ctrl-C; 141 if
+the reader of stdout has gone.
 """
 
 from __future__ import annotations
@@ -20,13 +21,12 @@ import importlib
 import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from bench_decode import streaming_bandwidth
-from generate import BAD_INPUT, FAILED, INTERRUPTED, Parser, leave, open_streams, positive_int, report
+from command_line import FAILED, Parser, guarded, leave, open_streams, positive_int, report
+from profiler_trace import run_kernels
 
 NAME = "bench_kernels.py"
 OPS = (
@@ -54,24 +54,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code, or raises SystemExit(2) for arguments that do not parse."""
     open_streams()
     args = parse_arguments(argv)
+    return guarded(NAME, lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
     import jax
 
     if jax.default_backend() != "gpu":
-        report(f"{NAME}: needs an NVIDIA GPU, found {jax.default_backend()}")
-        return BAD_INPUT
+        raise ValueError(f"needs an NVIDIA GPU, found {jax.default_backend()}")
     device, bandwidth = jax.devices()[0].device_kind, streaming_bandwidth()
     report(f"{device}, jax {jax.__version__}, streaming {bandwidth / 1e12:.3f} TB/s")
     results = []
-    try:
-        for op in args.ops:
-            for result in measure(op, args.calls, bandwidth):
-                results.append(result)
-                print_result(result, args.markdown)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except jax.errors.JaxRuntimeError as error:
-        report(f"{NAME}: the device failed: {str(error).splitlines()[0][:300]}")
-        return FAILED
+    for op in args.ops:
+        for result in measure(op, args.calls, bandwidth):
+            results.append(result)
+            print_result(result, args.markdown)
     if args.json:
         figures = {"device": device, "jax": jax.__version__, "bandwidth_bytes_per_s": bandwidth}
         print(json.dumps(figures | {"results": [dataclasses.asdict(result) for result in results]}))
@@ -110,20 +107,17 @@ def device_time(function: Callable, calls: int) -> tuple[float, float]:
     """Microseconds that the device works in a call, the median, and how many kernels and copies that are."""
     import jax
 
+    def work() -> None:
+        for _ in range(calls):
+            result = function()
+        jax.block_until_ready(result)
+
     jax.block_until_ready(function())
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(calls):
-                result = function()
-            jax.block_until_ready(result)
-        (trace,) = Path(folder).rglob("*.xplane.pb")
-        data = jax.profiler.ProfileData.from_file(str(trace))
-        lines = [line for plane in data.planes if "GPU" in plane.name for line in plane.lines if "Stream" in line.name]
-        events = sorted((event.start_ns, event.duration_ns) for line in lines for event in line.events)
-    each = len(events) // calls
-    if not each or len(events) % calls:  # cannot be told apart
-        return sum(duration for _, duration in events) / 1e3 / calls, len(events) / calls
-    times = [sum(duration for _, duration in events[i * each : (i + 1) * each]) for i in range(calls)]
+    kernels = run_kernels(work)
+    each = len(kernels) // calls
+    if not each or len(kernels) % calls:  # cannot be told apart
+        return sum(kernel.duration_ns for kernel in kernels) / 1e3 / calls, len(kernels) / calls
+    times = [sum(kernel.duration_ns for kernel in kernels[i * each : (i + 1) * each]) for i in range(calls)]
     return statistics.median(times) / 1e3, float(each)
 
 

@@ -10,7 +10,8 @@ the resident memory rose above what it was before loading; `beyond` is the most 
 the arrays that were there then.
 
 Exit code: 0; 1 if a format has other bytes on the devices than the layout asks for, or its RSS rises above them by the largest
-tensor and 300 MB, at the end or at any tensor, or if the disk fails; 2 for bad arguments.
+tensor and 300 MB, at the end or at any tensor, or if the disk or the device fails; 2 for bad arguments; 130
+after Ctrl-C; 141 if the reader of stdout has gone.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from generate import BAD_INPUT, FAILED, Parser, leave, open_streams, report, virtual_devices
+from command_line import FAILED, Parser, guarded, leave, open_streams, report
+from generate import virtual_devices
 
 if TYPE_CHECKING:  # the library takes a second to import, a mistyped option should not
     import jax
@@ -48,15 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code, or raises SystemExit(2) for arguments that do not parse."""
     open_streams()
     args = parse_arguments(argv)
-    try:
-        with tempfile.TemporaryDirectory(prefix="bench_loading.", dir=args.directory) as directory:
-            rows = measure(Path(directory), args.gb)
-    except ValueError as error:
-        report(f"{NAME}: {error}")
-        return BAD_INPUT
-    except OSError as error:
-        report(f"{NAME}: {error}")
-        return FAILED
+    return guarded(NAME, lambda: run(args), of_disk=FAILED)
+
+
+def run(args: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory(prefix="bench_loading.", dir=args.directory) as directory:
+        rows = measure(Path(directory), args.gb)
     print_table(rows)
     if args.json:
         print(json.dumps({"devices": DEVICES, "slack": SLACK, "formats": rows}))

@@ -8,7 +8,8 @@ sampled tokens are committed. For every layout of the experts (--moe-sharding) a
 median of the steps and whether tokens, logits, keys and values have the bits of one device. A layout's time comes after its
 verdict.
 
-Exit code: 0; 1 if bits differ; 2 for bad arguments; 130 after Ctrl-C.
+Exit code: 0; 1 if bits differ or the device fails; 2 for bad arguments; 130 after Ctrl-C; 141 if the reader of stdout has
+gone.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import random_models
-from generate import BAD_INPUT, Parser, leave, open_streams, positive_int, report, virtual_devices
+from command_line import FAILED, Parser, guarded, leave, open_streams, positive_int, report
+from generate import virtual_devices
 
 if TYPE_CHECKING:  # JAX takes seconds to import, a mistyped option should not
     from muse_jax.config import ModelConfig
@@ -32,7 +34,6 @@ if TYPE_CHECKING:  # JAX takes seconds to import, a mistyped option should not
 
 NAME = "bench_sharding.py"
 PROMPT, SLOTS, WARM_UP, DIGESTED = 64, 4096, 3, 4
-FAILED, INTERRUPTED = 1, 130
 Layout = tuple[str, str, bool]  # layout of the experts, second exchange, slots added by ranks as "expert" has to
 LAYOUTS: tuple[Layout, ...] = (
     ("n", "sums", False),
@@ -46,19 +47,17 @@ LAYOUTS: tuple[Layout, ...] = (
 def main(argv: Sequence[str] | None = None) -> int:
     open_streams()
     args = parse_arguments(argv)
-    try:
-        figures = run(args)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except ValueError as error:
-        report(f"{NAME}: {error}")
-        return BAD_INPUT
+    return guarded(NAME, lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    figures = compare(args)
     if args.json:
         print(json.dumps(figures))
     return 0 if all(result["same_bits"] for result in figures["results"]) else FAILED
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def compare(args: argparse.Namespace) -> dict[str, Any]:
     virtual_devices(8 if args.devices is None else max(args.devices))
     import jax
 

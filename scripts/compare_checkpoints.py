@@ -13,7 +13,8 @@ and their logits at the answer's tokens are compared:
     acceptance             tokens per step, of each with its own answers
     same answers           of the checkpoint and the reference
 
-Exit code: 0; 1 if the device fails; 2 for bad arguments or files; 130 after Ctrl-C.
+Exit code: 0; 1 if the device fails; 2 for bad arguments or files; 130 after Ctrl-C; 141 if the
+reader of stdout has gone.
 """
 
 from __future__ import annotations
@@ -27,19 +28,8 @@ from typing import Any
 
 import numpy as np
 from bench_acceptance import Prompt, decode_all, read_prompts
-from generate import (
-    BAD_INPUT,
-    FAILED,
-    INTERRUPTED,
-    Parser,
-    directory,
-    encode,
-    leave,
-    make_mesh,
-    open_streams,
-    positive_int,
-    report,
-)
+from command_line import Parser, directory, guarded, leave, open_streams, positive_int, report
+from generate import encode, make_mesh
 
 NAME = "compare_checkpoints.py"
 
@@ -48,18 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code, or raises SystemExit(2) for arguments that do not parse."""
     open_streams()
     args = parse_arguments(argv)
-    try:
-        figures = compare(args)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except (ValueError, OSError) as error:
-        note(" ".join(str(error).split()))
-        return BAD_INPUT
-    except RuntimeError as error:
-        if type(error).__name__ != "JaxRuntimeError":
-            raise
-        note(f"the device failed: {str(error).splitlines()[0][:300]}")
-        return FAILED
+    return guarded(NAME, lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    figures = compare(args)
     if args.json:
         print(json.dumps(figures))
     else:

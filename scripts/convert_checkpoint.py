@@ -28,7 +28,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from generate import (
+from command_line import (
     BAD_INPUT,
     FAILED,
     INTERRUPTED,

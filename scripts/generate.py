@@ -38,7 +38,22 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
+
+from command_line import (
+    BAD_INPUT,
+    FAILED,
+    INTERRUPTED,
+    Interrupts,
+    Parser,
+    broken_pipe,
+    device_failure,
+    directory,
+    leave,
+    open_streams,
+    positive_int,
+    report,
+)
 
 if TYPE_CHECKING:  # JAX takes seconds to import, a mistyped option should not
     from jax.sharding import Mesh
@@ -56,69 +71,6 @@ MAX_PROMPT_BYTES = 16 << 20  # a million tokens of English are about 5 MB
 CHAINS = {"greedy": "chain", "sampled": "sampled_chain"}  # as `load` names them
 DEFAULT_TREE_SIZE = 16
 LOW_ACCEPTANCE, ENOUGH_STEPS = 1.2, 64  # fewer tokens per step than the first, over at least so many steps, is worth a warning
-FAILED, BAD_INPUT, INTERRUPTED, BROKEN_PIPE = 1, 2, 130, 141  # exit codes; the last two are 128 + the number of the signal
-
-
-class Interrupts:
-    """What becomes of Ctrl-C: an exception where the program can bear one, in any case a note that it came."""
-
-    def __init__(self) -> None:
-        self.arrived = False
-        self._held = False
-
-    @contextlib.contextmanager
-    def raised(self) -> Iterator[None]:
-        """Ctrl-C raises KeyboardInterrupt, at the latest at the next `check`: JAX runs some Python code (while it compiles,
-        for one) from places that drop what that code raises."""
-
-        def dropped(unraisable: Any) -> None:
-            if not (self.arrived and unraisable.exc_type is KeyboardInterrupt):
-                hook(unraisable)
-
-        before, hook = signal.getsignal(signal.SIGINT), sys.unraisablehook
-        if before is signal.SIG_IGN:  # started in the background, or by nohup
-            yield
-            return
-        self._held = False
-        signal.signal(signal.SIGINT, self._handle)
-        sys.unraisablehook = dropped
-        try:
-            self.check()
-            yield
-        except BaseException:
-            if self.arrived:  # interrupted imports can end in an error of their own
-                raise KeyboardInterrupt from None
-            raise
-        finally:
-            signal.signal(signal.SIGINT, before)
-            sys.unraisablehook = hook
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside `raised`: Ctrl-C waits for the end of the block, which does not survive an exception just anywhere."""
-        self._held = True
-        try:
-            yield
-        finally:
-            self._held = False
-        self.check()
-
-    def hold(self) -> None:
-        """Ctrl-C waits for `raised`."""
-        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-            self._held = True
-            signal.signal(signal.SIGINT, self._handle)
-
-    def check(self) -> None:
-        if self.arrived:
-            raise KeyboardInterrupt
-
-    def _handle(self, signum: int, frame: Any) -> None:
-        if self.arrived:
-            os._exit(INTERRUPTED)  # asked twice: does not wait for a compilation to end
-        self.arrived = True
-        if not self._held:
-            raise KeyboardInterrupt
 
 
 @dataclasses.dataclass
@@ -213,10 +165,8 @@ def run(args: argparse.Namespace, answer: Answer) -> int:
     except RuntimeError as error:
         if type(error).__name__ == "ProcessError":
             return fail(answer, str(error), FAILED)
-        if type(error).__name__ != "JaxRuntimeError":
-            raise
-        # Out of memory, most of all; or a lost process, and then the line of the thread that watches it says more.
-        return fail(answer, f"the device failed: {str(error).splitlines()[0][:300]}", FAILED, patience=3.0)
+        # Where a process is lost the line of the thread that watches it says more.
+        return fail(answer, device_failure(error), FAILED, patience=3.0)
     return INTERRUPTED if interrupts.arrived else 0
 
 
@@ -233,16 +183,6 @@ def speaks(args: argparse.Namespace) -> bool:
     return not args.process_id
 
 
-def open_streams() -> None:
-    """Stands in for streams that the caller closed, and lets none fail over a character that it cannot show."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 (for the process's life)
-        elif mode == "w" and hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-
-
 def keep_streams(args: argparse.Namespace) -> None:
     """Keeps stdout and stderr for this script: gloo greets on stdout, and JAX's runtime has a page to say on stderr, stack
     trace included, where another process is lost. With --verbose both go to stderr."""
@@ -255,23 +195,6 @@ def keep_streams(args: argparse.Namespace) -> None:
             os.dup2(2 if args.verbose else os.open(os.devnull, os.O_WRONLY), descriptor)
     if not speaks(args):
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-
-
-def broken_pipe() -> int:
-    """The exit code where the reader of stdout has gone."""
-    # Python would complain once more when it flushes stdout at its exit.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return BROKEN_PIPE
-
-
-def leave(exit_code: int, at_once: bool = False) -> NoReturn:
-    """Ends the process; at once: without waiting for JAX, which may wait for other processes."""
-    if at_once or exit_code == INTERRUPTED:
-        # A compilation may still be running in XLA's threads; the ordinary exit would take the ground from under it.
-        with contextlib.suppress(OSError):
-            sys.stdout.flush()
-        os._exit(exit_code)
-    sys.exit(exit_code)
 
 
 def write_answer(args: argparse.Namespace, answer: Answer, interrupts: Interrupts) -> None:
@@ -407,11 +330,6 @@ def describe_steps(figures: dict[str, Any]) -> str:
 
 def note(message: str) -> None:
     report(f"{NAME}: {message}")
-
-
-def report(line: str) -> None:
-    with contextlib.suppress(OSError):  # a full disk behind stderr must not cost the answer
-        print(line, file=sys.stderr, flush=True)
 
 
 def describe(muse: Muse) -> str:
@@ -605,17 +523,6 @@ CHAIN_HELP = (
 )
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(BAD_INPUT, f"{self.prog}: {message}\n")
-
-
-def positive_int(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer above 0")
-    return int(text)
-
-
 def positive_seconds(text: str) -> float:
     try:
         seconds = float(text)
@@ -636,12 +543,6 @@ def tree_size(text: str) -> int:
     if not text.isdecimal() or not 2 <= int(text) <= 32:
         raise argparse.ArgumentTypeError(f"{text!r}: expected an integer from 2 to 32")
     return int(text)
-
-
-def directory(text: str) -> Path:
-    if not text:
-        raise argparse.ArgumentTypeError("'': expected a directory")
-    return Path(text)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -8,7 +8,8 @@ Every operation that the device ran in the step is an event: its name is the pat
 it came from, its arguments say what XLA calls it. Operations of all layers of a kind have the same names. The table sums up by
 scope; on several devices, over all of them. A profiler slows a step down, small operations most: times are for comparing parts.
 
-Exit code: 0; 1 if the device fails; 2 for bad arguments or files; 130 after Ctrl-C.
+Exit code: 0; 1 if the device fails; 2 for bad arguments or files; 130 after Ctrl-C; 141 if the
+reader of stdout has gone.
 """
 
 from __future__ import annotations
@@ -19,27 +20,20 @@ import gzip
 import json
 import os
 import re
-import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from generate import (
-    BAD_INPUT,
-    BUNDLED,
-    FAILED,
-    INTERRUPTED,
+from command_line import (
     Parser,
-    broken_pipe,
     directory,
+    guarded,
     leave,
-    make_mesh,
     open_streams,
     positive_int,
-    report,
-    tree_size,
 )
+from generate import BUNDLED, make_mesh, tree_size
+from profiler_trace import recorded
 
 if TYPE_CHECKING:
     from muse_jax.hlo import Module
@@ -54,25 +48,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code, or raises SystemExit(2) for arguments that do not parse."""
     open_streams()
     args = parse_arguments(argv)
-    try:
-        figures = profile(args)
-        if args.json:
-            print(json.dumps(figures))
-        else:
-            print_table(figures, args.top)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        return broken_pipe()
-    except (ValueError, OSError) as error:
-        report(f"{NAME}: {' '.join(str(error).split())}")
-        return BAD_INPUT
-    except RuntimeError as error:
-        if type(error).__name__ != "JaxRuntimeError":
-            raise
-        report(f"{NAME}: the device failed: {str(error).splitlines()[0][:300]}")
-        return FAILED
+    return guarded(NAME, lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    figures = profile(args)
+    if args.json:
+        print(json.dumps(figures))
+    else:
+        print_table(figures, args.top)
     return 0
 
 
@@ -101,13 +85,11 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
     for _ in range(WARM_UP):
         state, out = step(muse.model, state)
     jax.block_until_ready(out)
-    with tempfile.TemporaryDirectory() as folder:
-        options = jax.profiler.ProfileOptions()
-        options.python_tracer_level = 0
-        with jax.profiler.trace(folder, create_perfetto_trace=True, profiler_options=options):
-            jax.block_until_ready(step(muse.model, state))
-        (recorded,) = Path(folder).rglob("perfetto_trace.json.gz")
-        trace = json.loads(gzip.decompress(recorded.read_bytes()))
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    how = {"create_perfetto_trace": True, "profiler_options": options}
+    with recorded(lambda: jax.block_until_ready(step(muse.model, state)), "perfetto_trace.json.gz", **how) as file:
+        trace = json.loads(gzip.decompress(file.read_bytes()))
     events, seconds = named(trace["traceEvents"], hlo.parse(step.as_text()))
     if not seconds:
         raise ValueError("the profiler recorded no operation of the step")

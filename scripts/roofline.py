@@ -25,31 +25,27 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
-import io
 import json
 import math
-import sys
 import textwrap
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from generate import (
-    BAD_INPUT,
-    BUNDLED,
-    INTERRUPTED,
+from command_line import (
     Parser,
-    broken_pipe,
     directory,
+    guarded,
     leave,
     open_streams,
     positive_int,
-    report,
 )
+from generate import BUNDLED
+from output_files import check_plot, picture, write_picture
 from show_collectives import full_size, num_rows, read_configs
 
 if TYPE_CHECKING:  # JAX takes seconds to import, a mistyped option should not
+    from matplotlib.figure import Figure
+
     from muse_jax.config import ModelConfig
     from muse_jax.draft_config import DraftConfig
     from muse_jax.roofline import Device, Phase, Settings
@@ -73,26 +69,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code, or raises SystemExit(2) for arguments that do not parse."""
     open_streams()
     args = parse_arguments(argv)
-    try:
-        figures = collect(args)
-        if args.plot is not None:
-            from bench_acceptance import write_file
+    return guarded(NAME, lambda: run(args))
 
-            write_file(args.plot, draw(figures))
-        if args.json:
-            print(json.dumps(figures))
-        elif args.story:
-            print_story(figures)
-        else:
-            print_figures(figures)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        return broken_pipe()
-    except (ValueError, OSError) as error:
-        report(f"{NAME}: {' '.join(str(error).split())}")
-        return BAD_INPUT
+
+def run(args: argparse.Namespace) -> int:
+    figures = collect(args)
+    if args.plot is not None:
+        write_picture(args.plot, draw(figures))
+    if args.json:
+        print(json.dumps(figures))
+    elif args.story:
+        print_story(figures)
+    else:
+        print_figures(figures)
     return 0
 
 
@@ -218,18 +207,6 @@ def read_acceptance(args: argparse.Namespace, draft: DraftConfig | None) -> tupl
     if args.full_size and args.rows == PUBLISHED_ROWS:
         return PUBLISHED_ACCEPTANCE, "published, Nov 2026: a step verifies 16 rows"
     return None, None
-
-
-def check_plot(path: Path) -> None:
-    """Raises ValueError if a chart cannot be drawn or not be written there."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot: matplotlib is not installed: pip install -e '.[plot]'")
-    from bench_acceptance import check_output
-
-    try:
-        check_output(path)
-    except OSError as error:
-        raise ValueError(f"--plot {path}: cannot be written: {error.strerror}") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------- story
@@ -468,9 +445,8 @@ def duration(us: float) -> str:
     return f"{us / 1e3:.2f} ms" if us >= 1000 else f"{us:.0f} µs" if us >= 10 else f"{us:.1f} µs"
 
 
-def draw(figures: dict[str, Any]) -> bytes:
-    """A PNG: a bar for each group of phases, stacked of what its time is spent on."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+def draw(figures: dict[str, Any]) -> Figure:
+    """A bar for each group of phases, stacked of what its time is spent on."""
     from matplotlib.figure import Figure
 
     facts, step = figures["conditions"], figures["totals"]["step"]
@@ -504,9 +480,7 @@ def draw(figures: dict[str, Any]) -> bytes:
         f"bytes alone {duration(step['floor_us'])}, in series {duration(step['in_series_us'])}",
         fontsize=11,
     )
-    buffer = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(buffer)
-    return buffer.getvalue()
+    return figure
 
 
 # ---------------------------------------------------------------------------------------------------------- command line
@@ -552,7 +526,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--latency-us", type=cost, metavar="US", help="of what another GPU sends")
     add("--link", type=amount, metavar="GB/s", help="into a GPU from all others")
     add("--json", action="store_true", help="print one JSON object")
-    add("--plot", type=Path, metavar="FILE", help="also draw a PNG")
+    add("--plot", type=picture, metavar="FILE", help="also draw a chart, .png, .svg or .pdf")
     args = parser.parse_args(argv)
     defaults = {
         "tp": 8, "rows": 16, "experts": None, "activations": None, "moe_exchange": "rows", "acceptance": None,

@@ -13,7 +13,7 @@ makes of it for this machine: it may join collectives, and for a CPU it widens b
     runs     times a layer x layers, or times a step x 1; --compiled cannot tell layers apart
              *: inside a branch or a loop of unknown length, so that it may run more or less often
 
-Exit code: 0; 2 for bad arguments or files; 130 after Ctrl-C.
+Exit code: 0; 2 for bad arguments or files; 130 after Ctrl-C; 141 if the reader of stdout has gone.
 """
 
 from __future__ import annotations
@@ -21,25 +21,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from generate import (
-    BAD_INPUT,
-    BUNDLED,
-    INTERRUPTED,
+from command_line import (
     Parser,
-    broken_pipe,
     directory,
+    guarded,
     leave,
     open_streams,
     positive_int,
-    report,
-    virtual_devices,
 )
+from generate import BUNDLED, virtual_devices
 
 if TYPE_CHECKING:  # JAX takes seconds to import, a mistyped option should not
     import jax
@@ -96,21 +91,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code, or raises SystemExit(2) for arguments that do not parse."""
     open_streams()
     args = parse_arguments(argv)
-    try:
-        conditions, rows = collect(args)
-        if args.json:
-            print(json.dumps({**conditions, "collectives": [dataclasses.asdict(row) for row in rows]}))
-        else:
-            print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in conditions.items() if value is not None))
-            print_table(rows, args.markdown)
-        sys.stdout.flush()
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        return broken_pipe()
-    except (ValueError, OSError) as error:
-        report(f"{NAME}: {' '.join(str(error).split())}")
-        return BAD_INPUT
+    return guarded(NAME, lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    conditions, rows = collect(args)
+    if args.json:
+        print(json.dumps({**conditions, "collectives": [dataclasses.asdict(row) for row in rows]}))
+    else:
+        print(", ".join(f"{name.replace('_', ' ')} {value}" for name, value in conditions.items() if value is not None))
+        print_table(rows, args.markdown)
     return 0
 
 

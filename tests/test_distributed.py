@@ -18,7 +18,10 @@ import pytest
 import muse_jax
 from muse_jax import distributed, sharding
 from muse_jax.distributed import ProcessError
-from scripts import generate
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))  # as where the script is started
+
+import generate
 
 pytestmark = pytest.mark.usefixtures("interrupts_arrive")
 

@@ -22,7 +22,12 @@ from muse_jax.config import ModelConfig
 from muse_jax.draft_config import DraftConfig
 from muse_jax.layout import parameter_tree, text_tensors
 from muse_jax.tokenizer import Tokenizer
-from scripts import generate, train_tiny
+from scripts import train_tiny
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))  # as where the script is started
+
+import command_line
+import generate
 
 pytestmark = pytest.mark.usefixtures("interrupts_arrive")
 
@@ -309,7 +314,7 @@ def test_broken_pipe_ends_quietly(start):
     process.stdout.close()
     with process:  # closes stderr, too
         errors = process.stderr.read()
-        assert (process.wait(timeout=60), errors) == (generate.BROKEN_PIPE, b"")
+        assert (process.wait(timeout=60), errors) == (command_line.BROKEN_PIPE, b"")
 
 
 # --------------------------------------------------------------------------------------------------- in this process

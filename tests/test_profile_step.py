@@ -5,9 +5,14 @@ import json
 import sys
 from pathlib import Path
 
+import jax
+import pytest
+
 sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))  # as where the script is started
 
 import profile_step
+import profiler_trace
+from profiler_trace import Kernel
 
 from muse_jax import hlo
 
@@ -56,3 +61,45 @@ ENTRY %main (x: f32[4]) -> f32[4] {
     kept, sums = profile_step.named(events, hlo.parse(text))
     assert [event["name"] for event in kept[1:]] == ["moe/moe.norm/add", "(no scope)/memcpy32_post"]
     assert sums == {"moe/moe.norm": (1, 2.0), "(no scope)": (1, 2.0)}
+
+
+def test_kernels_of_a_trace():
+    """Of all streams of all GPUs, in order; what the host did and what is drawn above the streams is left out."""
+
+    def line(name: str, began_ns: int, *events: tuple[int, int]) -> str:
+        inside = "".join(f"events {{ metadata_id: 1 offset_ps: {1000 * at} duration_ps: {1000 * ns} }} " for at, ns in events)
+        return f'lines {{ name: "{name}" timestamp_ns: {began_ns} {inside} }}'
+
+    gpu = [
+        line("Stream #13(Compute)", 100, (50, 7), (10, 3)),
+        line("Stream #14(MemcpyD2D)", 105, (0, 2)),
+        line("XLA Ops", 0, (0, 9)),
+    ]
+    planes = [
+        ("/device:GPU:0", gpu),
+        ("/host:CPU", [line("Stream", 0, (0, 1))]),
+        ("/device:GPU:1", [line("Stream #13", 0, (5, 1))]),
+    ]
+    text = "".join(f'planes {{ name: "{name}" {" ".join(lines)} }}' for name, lines in planes)
+    text = text.replace('" lines', '" event_metadata { key: 1 value { id: 1 name: "k" } } lines')
+    found = profiler_trace.read_kernels(jax.profiler.ProfileData.from_text_proto(text))
+    assert found == [Kernel(5, 1), Kernel(105, 2), Kernel(110, 3), Kernel(150, 7)]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "busy", "span"),
+    [
+        ([], 0, 0),
+        ([Kernel(5, 2)], 2, 2),
+        ([Kernel(0, 10), Kernel(2, 3), Kernel(4, 8), Kernel(20, 1)], 13, 21),
+        ([Kernel(0, 2), Kernel(2, 2)], 4, 4),
+        ([Kernel(0, 9), Kernel(1, 2)], 9, 9),
+    ],
+)
+def test_times_of_kernels(kernels, busy, span):
+    assert (profiler_trace.busy_ns(kernels), profiler_trace.span_ns(kernels)) == (busy, span)
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is one")
+def test_kernels_without_a_gpu():
+    assert profiler_trace.run_kernels(lambda: jax.block_until_ready(jax.numpy.ones(3))) == []

@@ -318,6 +318,8 @@ def test_png_without_matplotlib(monkeypatch, capsys, tmp_path):
         (["--launch-us", "-1"], "--launch-us: '-1': expected a number of at least 0"),
         (["--link", "inf"], "--link: 'inf': expected a number above 0"),
         (["--device", "tpu"], "--device: invalid choice: 'tpu'"),
+        (["--plot", "x.nosuch"], "--plot: 'x.nosuch': expected a name that ends in .png, .svg or .pdf"),
+        (["--plot", "png"], "--plot: 'png': expected a name that ends in .png"),
         (["--full-size", "--story"], "--story: not allowed with argument --full-size"),
         (["--story", "--tp", "4"], "--tp: not allowed with --story, which has the published conditions"),
         (["--story", "--moe-exchange", "sums"], "--moe-exchange: not allowed with --story"),
