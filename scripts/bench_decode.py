@@ -3,42 +3,51 @@
     python scripts/bench_decode.py --shape full --layers 62 --context 2048 --routing 49     66.6 GB of weights, not run yet
     python scripts/bench_decode.py --shape full --layers 2 --draft                          any GPU
     python scripts/bench_decode.py                                                          a toy, on a CPU
+    python scripts/bench_decode.py --shape full --layers 4 --draft --backend xla,pallas --plot step.png     side by side
 
 The device plays rank 0 of --tp: it has that rank's part of every weight and of the caches and does all of its work. There are
 no other ranks; where data of theirs would arrive it finds its own (loopback), so what it computes means nothing, and what
-waiting for others takes is not in the times. Every layer reads exactly --routing distinct experts, which are an input.
+waiting for others takes is not in the times. Every layer reads exactly --routing distinct experts, which are an input. Of
+several backends each has the device for itself, one after the other.
 
-    verdict    first: logits, keys and values of two layers against the same weights in fp32
-    verify     one target forward over --rows nodes, choice, acceptance, and the caches' update
+    verdict    first: logits, keys and values of two layers against the same weights in fp32, by plain XLA for all backends
+    verify     one target forward over --rows nodes, choice, acceptance, and the caches' update, as the host sees it
     step       the same after the draft (--draft)
+    speed-up   the first backend's time over that of this one
     bytes      weights that a step must read (layout), of the experts those chosen, and keys and values of the context
     bandwidth  what a reduction over a large array reads per second on this device, in the same run
-    launches   kernels of one step, counted in a profiler trace (GPU only)
+    launches   kernels and copies of one step, counted in a profiler trace, as what follows (GPU only)
+    kernels    how long they ran, added up (device_ms)
+    gaps       when none of them ran, of the span from the first one's start to the last one's end: what launching costs
     tok/s      computed: --acceptance tokens per step, nothing else
 
-Exit code: 0; 1 if the verdict is bad or the device fails; 2 for bad arguments; 130 after Ctrl-C.
+Exit code: 0; 1 if the verdict is bad or the device fails; 2 for bad arguments or files; 130 after Ctrl-C; 141 if the
+reader of stdout has gone.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import statistics
 import sys
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import random_models
-from generate import BAD_INPUT, FAILED, INTERRUPTED, Parser, leave, open_streams, positive_int, report
+from command_line import FAILED, Parser, guarded, leave, open_streams, positive_int, report
+from output_files import check_plot, picture, write_picture
+from profiler_trace import busy_ns, run_kernels, span_ns
 from show_collectives import full_size
 
 if TYPE_CHECKING:  # JAX takes seconds to import, a mistyped option should not
     import jax
+    import numpy as np
+    from matplotlib.figure import Figure
 
     from muse_jax.config import ModelConfig
     from muse_jax.decoding import DecodeState, Model
@@ -59,26 +68,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code, or raises SystemExit(2) for arguments that do not parse."""
     open_streams()
     args = parse_arguments(argv)
-    try:
-        figures = run(args)
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except ValueError as error:
-        report(f"{NAME}: {error}")
-        return BAD_INPUT
-    except RuntimeError as error:
-        if type(error).__name__ != "JaxRuntimeError":
-            raise
-        report(f"{NAME}: the device failed: {str(error).splitlines()[0][:300]}")
-        return FAILED
+    return guarded(NAME, lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    figures = bench(args)
+    if args.plot is not None:
+        write_picture(args.plot, draw(figures))
     if args.json:
         print(json.dumps(figures))
     return 0 if all(result["verdict"]["good"] for result in figures["results"]) else FAILED
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def bench(args: argparse.Namespace) -> dict[str, Any]:
+    """All figures, as --json prints them; prints those of a backend once they are there.
+
+    Raises: ValueError for settings that do not fit, or that a backend does not do.
+    """
     import jax
 
+    if args.plot is not None:
+        check_plot(args.plot)
     config, draft_config = shape(args)
     device = jax.devices()[0]
     if args.shape == "full" and device.platform != "gpu":
@@ -101,16 +111,28 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     bandwidth = streaming_bandwidth()
     report(f"streaming: {bandwidth / 1e12:.3f} TB/s")
     bytes_read = step_bytes(config, draft_config, args)
-    results = []
+    expected = reference(config, args)
+    results: list[dict[str, Any]] = []
     for backend in args.backend:
-        verdict = judge(config, args)
-        report(f"{backend}: verdict {'good' if verdict['good'] else 'BAD'}, {verdict['differences']}")
-        if not verdict["good"]:
-            results.append({"backend": backend, "verdict": verdict})
-            continue
-        results.append({"backend": backend, "verdict": verdict} | measure(config, draft_config, args, bytes_read, bandwidth))
-        print_result(results[-1])
+        result = {"backend": backend}
+        try:
+            result["verdict"] = verdict = judge(config, args, backend, expected)
+            report(f"{backend}: verdict {'good' if verdict['good'] else 'BAD'}, {verdict['differences']}")
+            if verdict["good"]:
+                result |= measure(config, draft_config, args, backend, bytes_read, bandwidth)
+        except NotImplementedError as error:
+            raise ValueError(f"--backend {backend}: {error}") from error
+        if results:
+            result |= speed_up(result, results[0])
+        results.append(result)
+        print_result(result)
     return {**conditions, "bandwidth_bytes_per_s": bandwidth, "bytes": bytes_read, "results": results}
+
+
+def speed_up(result: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
+    """How many times as fast as `first` it is, by part of a step; nothing where either was not measured."""
+    parts = {name: first[name]["ms"] / result[name]["ms"] for name in ("verify", "step") if name in result and name in first}
+    return {"speed_up": {"over": first["backend"], **parts}} if parts else {}
 
 
 def shape(args: argparse.Namespace) -> tuple[ModelConfig, DraftConfig | None]:
@@ -225,22 +247,24 @@ def make_routing(config: ModelConfig, args: argparse.Namespace) -> list[Routing 
 # ------------------------------------------------------------------------------------------------------------- what is said
 
 
-def judge(config: ModelConfig, args: argparse.Namespace) -> dict[str, Any]:
-    """Logits, keys and values of two layers beside those of the same weights in fp32: relative root mean squares."""
+def build(config: ModelConfig, draft_config: DraftConfig | None, args: argparse.Namespace, backend: str) -> Model:
+    """Rank 0's part with random weights, which are the same for all backends."""
+    gc.collect()  # no cycle may keep an earlier model: two of them are more than a device has
+    chosen = {} if backend == "xla" else {"backend": backend}
+    model = random_models.rank_zero(config, draft_config, args.tp, args.dtype, args.rows, args.activations, **chosen)
+    return dataclasses.replace(model, num_rows=args.rows)
+
+
+def reference(config: ModelConfig, args: argparse.Namespace) -> list[np.ndarray]:
+    """What `outcome` should be: that of plain XLA with the same weights, keys and values in fp32, of the verdict's layers."""
     import jax
     import jax.numpy as jnp
-    import numpy as np
     from flax import nnx
 
-    from muse_jax import decoding
     from muse_jax.model import MuseSpark
 
     config = first_layers(config, min(VERDICT_LAYERS, config.num_hidden_layers))
-    model = random_models.rank_zero(config, None, args.tp, args.dtype, args.rows, args.activations)
-    model = dataclasses.replace(model, num_rows=args.rows)
-    nodes, routing = make_nodes(model, args), make_routing(config, args)
-    state = make_state(model, args)
-    run = jax.jit(lambda model, state, nodes, routing: decoding.verify(model, state, nodes, routing)[:2])
+    model = build(config, None, args, "xla")
 
     def widen(tree: Any) -> Any:
         return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype == jnp.bfloat16 else x, tree)
@@ -248,28 +272,51 @@ def judge(config: ModelConfig, args: argparse.Namespace) -> dict[str, Any]:
     module = MuseSpark(config, dtype=jnp.dtype(jnp.float32), activations=args.activations, sharding=model.module.sharding)
     graph, _ = nnx.split(module)
     wide = dataclasses.replace(model, graph=graph, params=widen(model.params))
-    names = ("logits", "keys and values")
+    return outcome(wide, widen(make_state(model, args)), make_nodes(model, args), make_routing(config, args))
+
+
+def judge(config: ModelConfig, args: argparse.Namespace, backend: str, expected: list[np.ndarray]) -> dict[str, Any]:
+    """Logits, keys and values of two layers beside those of the reference: relative root mean squares."""
+    import numpy as np
+
+    config = first_layers(config, min(VERDICT_LAYERS, config.num_hidden_layers))
+    model = build(config, None, args, backend)
+    found = outcome(model, make_state(model, args), make_nodes(model, args), make_routing(config, args))
     differences = {}
-    for name, ours, exact in zip(
-        names, run(model, state, nodes, routing), run(wide, widen(state), nodes, routing), strict=True
-    ):
-        ours, exact = (
-            np.concatenate([np.ravel(np.asarray(x, np.float32)) for x in jax.tree.leaves(each)]) for each in (ours, exact)
-        )
+    for name, ours, exact in zip(("logits", "keys and values"), found, expected, strict=True):
         differences[name] = float(np.sqrt(np.mean(np.square(ours - exact)) / np.mean(np.square(exact))))
     good = all(np.isfinite(value) and value <= VERDICT_TOLERANCE for value in differences.values())
     return {"good": good, "differences": differences, "tolerance": VERDICT_TOLERANCE, "layers": config.num_hidden_layers}
 
 
+def outcome(model: Model, state: DecodeState, nodes: Tree, routing: list[Routing | None]) -> list[np.ndarray]:
+    """All logits of a step, and all its keys and values, as fp32."""
+    import jax
+    import numpy as np
+
+    from muse_jax import decoding
+
+    run = jax.jit(lambda model, state, nodes, routing: decoding.verify(model, state, nodes, routing)[:2])
+    return [
+        np.concatenate([np.ravel(np.asarray(x, np.float32)) for x in jax.tree.leaves(each)])
+        for each in run(model, state, nodes, routing)
+    ]
+
+
 def measure(
-    config: ModelConfig, draft_config: DraftConfig | None, args: argparse.Namespace, bytes_read: dict, bandwidth: float
+    config: ModelConfig,
+    draft_config: DraftConfig | None,
+    args: argparse.Namespace,
+    backend: str,
+    bytes_read: dict[str, int],
+    bandwidth: float,
 ) -> dict[str, Any]:
+    """The times of a backend. All that it puts on the device is gone when it returns."""
     import jax
 
     from muse_jax import decoding
 
-    model = random_models.rank_zero(config, draft_config, args.tp, args.dtype, args.rows, args.activations)
-    model = dataclasses.replace(model, num_rows=args.rows)
+    model = build(config, draft_config, args, backend)
     nodes, routing = make_nodes(model, args), make_routing(config, args)
     target_only = dataclasses.replace(model, draft_params=None, draft_graph=None)
 
@@ -280,24 +327,22 @@ def measure(
         nodes, ids, proposal = decoding.propose_nodes(model, state)
         return decoding.verify_and_commit(model, state, nodes, ids, proposal, routing)[0]
 
-    figures = {
-        "verify": timed(jax.jit(verify, donate_argnums=1), target_only, make_state(target_only, args), args, nodes, routing)
-    }
-    figures["verify"] |= {
-        "bytes": bytes_read["verify"],
-        "bandwidth_share": bytes_read["verify"] / (figures["verify"]["ms"] / 1e3) / bandwidth,
-    }
+    def of_bytes(figures: dict[str, Any], nbytes: int) -> dict[str, Any]:
+        floor = 1e3 * nbytes / bandwidth
+        return figures | {"bytes": nbytes, "floor_ms": floor, "bandwidth_share": floor / figures["ms"]}
+
+    verified = timed(jax.jit(verify, donate_argnums=1), target_only, make_state(target_only, args), args, nodes, routing)
+    figures: dict[str, Any] = {"verify": of_bytes(verified, bytes_read["verify"])}
     whole = figures["verify"]
     if draft_config is not None:
-        figures["step"] = whole = timed(jax.jit(step, donate_argnums=1), model, make_state(model, args), args, routing)
-        total = bytes_read["verify"] + bytes_read["draft"]
-        whole |= {"bytes": total, "bandwidth_share": total / (whole["ms"] / 1e3) / bandwidth}
+        stepped = timed(jax.jit(step, donate_argnums=1), model, make_state(model, args), args, routing)
+        figures["step"] = whole = of_bytes(stepped, bytes_read["verify"] + bytes_read["draft"])
         figures["draft_ms"] = whole["ms"] - figures["verify"]["ms"]
     return figures | {"computed_tokens_per_s": args.acceptance / (whole["ms"] / 1e3), "acceptance": args.acceptance}
 
 
 def timed(step: Callable, model: Model, state: DecodeState, args: argparse.Namespace, *rest: Any) -> dict[str, Any]:
-    """Milliseconds of a step, from the call to the end of its work: median, least and most; seconds to compile; launches."""
+    """Milliseconds of a step, from the call to the end of its work: median, least and most; seconds to compile; `on_device`."""
     import jax
 
     began = time.perf_counter()
@@ -315,24 +360,26 @@ def timed(step: Callable, model: Model, state: DecodeState, args: argparse.Names
         "min_ms": min(milliseconds),
         "max_ms": max(milliseconds),
         "compile_s": compile_seconds,
-        "launches": count_launches(lambda: jax.block_until_ready(compiled(model, state, *rest))),
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
+        **on_device(lambda: jax.block_until_ready(compiled(model, state, *rest))),
     }
 
 
-def count_launches(function: Callable) -> int | None:
-    """Kernels and copies that a GPU runs meanwhile, from a profiler trace; None without a GPU."""
+def on_device(work: Callable[[], Any]) -> dict[str, Any]:
+    """What a GPU does in `work`: launches of kernels and copies, their milliseconds added up, those from the start of the first
+    to the end of the last, and those of them in which none runs. None without a GPU."""
     import jax
 
     if jax.default_backend() != "gpu":
-        return None
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            function()
-        (trace,) = Path(folder).rglob("*.xplane.pb")
-        data = jax.profiler.ProfileData.from_file(str(trace))
-        streams = [line for plane in data.planes if "GPU" in plane.name for line in plane.lines if "Stream" in line.name]
-        return sum(len(list(line.events)) for line in streams)
+        return dict.fromkeys(("launches", "device_ms", "span_ms", "gaps_ms"))
+    kernels = run_kernels(work)
+    span = span_ns(kernels)
+    return {
+        "launches": len(kernels),
+        "device_ms": sum(kernel.duration_ns for kernel in kernels) / 1e6,
+        "span_ms": span / 1e6,
+        "gaps_ms": (span - busy_ns(kernels)) / 1e6,
+    }
 
 
 def streaming_bandwidth() -> float:
@@ -366,16 +413,25 @@ def step_bytes(config: ModelConfig, draft_config: DraftConfig | None, args: argp
 
 
 def print_result(result: dict[str, Any]) -> None:
+    """Nothing for a backend whose verdict is bad."""
+    if "verify" not in result:
+        return
+    gained = result.get("speed_up", {})
     for name in ("verify", "step"):
         if name not in result:
             continue
         each = result[name]
-        launches = "" if each["launches"] is None else f", {each['launches']} launches"
+        faster = f", {gained[name]:.2f} times as fast as {gained['over']}" if name in gained else ""
         print(
             f"{result['backend']:<12} {name:<7} {each['ms']:9.3f} ms (min {each['min_ms']:.3f}, max {each['max_ms']:.3f}), "
-            f"{each['bytes'] / 1e9:.3f} GB, {each['bandwidth_share']:.1%} of the bandwidth{launches}, "
+            f"{each['bytes'] / 1e9:.3f} GB, {each['bandwidth_share']:.1%} of the bandwidth{faster}, "
             f"compiled in {each['compile_s']:.1f} s"
         )
+        if each["launches"] is not None:
+            print(
+                f"{'':<12} {'':<7} {each['span_ms']:9.3f} ms on the device: {each['launches']:,} launches, "
+                f"kernels {each['device_ms']:.3f}, gaps {each['gaps_ms']:.3f}"
+            )
     if "draft_ms" in result:
         print(f"{result['backend']:<12} draft   {result['draft_ms']:9.3f} ms, the difference of the two")
     print(
@@ -383,6 +439,68 @@ def print_result(result: dict[str, Any]) -> None:
         "step, without what collectives take"
     )
     sys.stdout.flush()
+
+
+def draw(figures: dict[str, Any]) -> Figure:
+    """A bar for each backend, of verify and draft, and a line at the time that the bytes alone take."""
+    from matplotlib.figure import Figure
+
+    results = figures["results"]
+    figure = Figure(figsize=(9, 2.2 + 0.8 * len(results)), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    axes.set_yticks(range(len(results)), [caption(result) for result in results])
+    axes.set_ylim(len(results) - 0.5, -0.5)
+    measured = [(y, result) for y, result in enumerate(results) if "verify" in result]
+    ends = {y: result["verify"]["ms"] for y, result in measured}
+    axes.barh(list(ends), list(ends.values()), height=0.6, color="#0072B2", label="verify")
+    if any("step" in result for _, result in measured):
+        drafted = [max(0.0, result["draft_ms"]) for _, result in measured]
+        axes.barh(list(ends), drafted, left=list(ends.values()), height=0.6, color="#E69F00", label="draft")
+        ends = {y: end + ms for (y, end), ms in zip(ends.items(), drafted, strict=True)}
+    for y, result in measured:
+        part = "step" if "step" in result else "verify"
+        faster = f", {result['speed_up'][part]:.2f} times as fast" if "speed_up" in result else ""
+        text = f"{result[part]['ms']:,.4g} ms{faster}"
+        axes.annotate(text, (ends[y], y), (4, 0), textcoords="offset points", va="center")
+    floor = 1e3 * sum(figures["bytes"].values()) / figures["bandwidth_bytes_per_s"]
+    label = f"the bytes alone, at {figures['bandwidth_bytes_per_s'] / 1e12:.3g} TB/s: {floor:.4g} ms"
+    axes.axvline(floor, color="black", linestyle="--", label=label)
+    axes.set_xlim(0, 1.25 * max(floor, *ends.values()) if ends else None)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("milliseconds of a step, as the host sees it")
+    figure.legend(loc="outside lower center", ncols=3, frameon=False)
+    facts = {name: figures[name] for name in ("layers", "rows", "context", "routing", "activations")}
+    how = ", ".join(f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}" for name, value in facts.items())
+    who = f"rank {figures['rank']} of {figures['tp']}, {figures['shape']} shape, {figures['device']}"
+    figure.suptitle(f"One decode step of {who}\n{how}", fontsize=11)
+    return figure
+
+
+def caption(result: dict[str, Any]) -> str:
+    """Of a bar: the backend, its share of the bandwidth, and what a GPU launched."""
+    whole = result.get("step", result.get("verify"))
+    if whole is None:
+        return f"{result['backend']}\nverdict bad"
+    lines = [result["backend"], f"{whole['bandwidth_share']:.1%} of the bandwidth"]
+    if whole["launches"] is not None:
+        lines.append(f"{whole['launches']:,} launches, gaps {whole['gaps_ms']:.3g} ms")
+    return "\n".join(lines)
+
+
+# ------------------------------------------------------------------------------------------------------------- command line
+
+
+def backends(text: str) -> list[str]:
+    """Of a list with commas or spaces."""
+    from muse_jax.backends import BACKENDS
+
+    names = text.replace(",", " ").split()
+    for name in names or [""]:
+        if name not in BACKENDS:
+            raise argparse.ArgumentTypeError(f"{name!r}: expected one or several of {', '.join(BACKENDS)}")
+    return names
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -395,13 +513,18 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--context", type=positive_int, default=2048, metavar="N", help="committed positions (default: 2048)")
     add("--routing", type=positive_int, metavar="N", help="distinct experts of a layer (default: 49, of the toy 8)")
     add("--steps", type=positive_int, default=20, metavar="N", help="timed steps (default: 20)")
-    add("--backend", choices=("xla",), nargs="+", default=["xla"], help="(default: xla)")
+    backend_help = "implementations, one or several: xla,pallas compares the second with the first (default: xla)"
+    add("--backend", type=backends, nargs="+", default=[["xla"]], metavar="NAME", help=backend_help)
     add("--draft", action="store_true", help="with the draft, of the published shape")
     add("--activations", choices=("bf16", "nvfp4"), default="bf16", help="of NVFP4 experts (default: bf16)")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the other weights (default: bfloat16)")
     add("--acceptance", type=float, default=PUBLISHED_ACCEPTANCE, metavar="X", help="tokens per step (default: 6.6, published)")
     add("--json", action="store_true", help="end stdout with a line that holds the figures as a JSON object")
+    add("--plot", type=picture, metavar="FILE", help="also draw a chart, .png, .svg or .pdf; needs the extra `plot`")
     args = parser.parse_args(argv)
+    args.backend = [name for names in args.backend for name in names]
+    if len(set(args.backend)) < len(args.backend):
+        parser.error(f"--backend {','.join(args.backend)}: each of them once")
     if args.routing is None:
         args.routing = 49 if args.shape == "full" else 8
     if not args.acceptance >= 1:

@@ -1,7 +1,9 @@
 """One rank without the others, and the benchmark that times it."""
 
 import dataclasses
+import gc
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from muse_jax import decoding
+from muse_jax import backends, decoding
 from muse_jax.layout import parameter_tree
 from muse_jax.model import MuseSpark
 from muse_jax.sharding import ShardingConfig, make_mesh, replicated
@@ -19,6 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))  # as w
 
 import bench_decode
 import random_models
+from profiler_trace import Kernel
 
 ROWS, TP = 16, 8
 without_gpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is one")
@@ -119,9 +122,141 @@ def test_a_bad_verdict_ends_it(capsys, monkeypatch):
     assert "verify" not in result
 
 
+@pytest.fixture
+def second_backend(monkeypatch):
+    """A backend "pallas" whose models are those of "xla", but for what a function does with them. Returns what was asked for:
+    backends, each with the bytes of all arrays that were there before."""
+    asked, rank_zero = [], random_models.rank_zero
+
+    def use(change=lambda model: model):
+        def build(*args, backend="xla"):
+            asked.append((backend, sum(x.nbytes for x in jax.live_arrays())))
+            model = rank_zero(*args)
+            cycle = [model]
+            cycle.append(cycle)
+            return model if backend == "xla" else change(model)
+
+        monkeypatch.setattr(backends, "BACKENDS", ("xla", "pallas"))
+        monkeypatch.setattr(random_models, "rank_zero", build)
+        return asked
+
+    return use
+
+
+TOY = ["--steps", "2", "--context", "40", "--layers", "1"]
+
+
+def test_two_backends(second_backend, capsys):
+    asked = second_backend()
+    gc.disable()  # what is collected by chance is of no use
+    try:
+        assert bench_decode.main([*TOY, "--backend", "xla,pallas", "--json"]) == 0
+    finally:
+        gc.enable()
+    *lines, last = capsys.readouterr().out.splitlines()
+    first, second = json.loads(last)["results"]
+    assert (first["backend"], second["backend"]) == ("xla", "pallas")
+    assert "speed_up" not in first
+    ratio = first["verify"]["ms"] / second["verify"]["ms"]
+    assert second["speed_up"] == {"over": "xla", "verify": pytest.approx(ratio)}
+    (line,) = (line for line in lines if "as fast as" in line)
+    assert line.startswith("pallas") and f", {ratio:.2f} times as fast as xla" in line
+    # The reference, then each for its verdict and for its times; what one had is gone when the next is built.
+    assert [backend for backend, _ in asked] == ["xla", "xla", "xla", "pallas", "pallas"]
+    before = asked[0][1]
+    assert all(nbytes < before + 100_000 for _, nbytes in asked), asked
+
+
+def test_verdict_is_against_xla(second_backend, capsys):
+    """Weights of its own would hide that a backend has packed them wrongly."""
+
+    def packed_wrongly(model):
+        params = model.params | {"lm_head": jax.tree.map(lambda x: -x, model.params["lm_head"])}
+        return dataclasses.replace(model, params=params)
+
+    second_backend(packed_wrongly)
+    assert bench_decode.main([*TOY, "--backend", "xla", "pallas", "--json"]) == 1
+    first, second = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert first["verdict"]["good"] and not second["verdict"]["good"]
+    assert second["verdict"]["differences"]["logits"] > 1 > 0.1 > second["verdict"]["differences"]["keys and values"]
+    assert "verify" in first and not {"verify", "speed_up"} & set(second)
+
+
+def test_a_backend_that_does_not_do_it(second_backend, capsys):
+    def refuse(model):
+        raise NotImplementedError("heads of 16, expected 128")
+
+    second_backend(refuse)
+    assert bench_decode.main([*TOY, "--backend", "xla,pallas"]) == 2
+    assert capsys.readouterr().err.endswith("bench_decode.py: --backend pallas: heads of 16, expected 128\n")
+
+
+def test_what_a_gpu_did(monkeypatch):
+    """Two kernels that overlap, a gap, and one more: all add up, the gap is what none of them fills."""
+    kernels = [Kernel(1e6, 4e6), Kernel(2e6, 5e6), Kernel(9e6, 1e6)]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(bench_decode, "run_kernels", lambda work: kernels)
+    expected = {"launches": 3, "device_ms": 10.0, "span_ms": 9.0, "gaps_ms": 2.0}
+    assert bench_decode.on_device(lambda: None) == pytest.approx(expected)
+
+
+def figures_of(results) -> dict:
+    conditions = {"shape": "full", "tp": 8, "rank": 0, "layers": 62, "rows": 16, "context": 2048, "routing": 49}
+    conditions |= {"activations": "bf16", "device": "a GPU"}
+    return conditions | {"bandwidth_bytes_per_s": 4e12, "bytes": {"verify": 16e9, "draft": 2e9}, "results": results}
+
+
+def result_of(backend: str, verify: float, draft: float, **rest) -> dict:
+    whole = {"ms": verify + draft, "bandwidth_share": 0.5, "launches": 1234, "gaps_ms": 0.25}
+    return {"backend": backend, "verify": whole | {"ms": verify}, "step": whole, "draft_ms": draft, **rest}
+
+
+def test_chart():
+    pytest.importorskip("matplotlib", reason="--plot draws with matplotlib")
+    faster = result_of("pallas", 6, 1.5, speed_up={"over": "xla", "verify": 1.5, "step": 1.6})
+    figure = bench_decode.draw(figures_of([result_of("xla", 9, 3), faster, {"backend": "other"}]))
+    (axes,) = figure.axes
+    bars = sorted((round(bar.get_y() + 0.3, 3), bar.get_x(), bar.get_width()) for bar in axes.patches)
+    assert bars == [(0, 0, 9), (0, 9, 3), (1, 0, 6), (1, 6, 1.5)]
+    (line,) = axes.lines
+    assert list(line.get_xdata()) == [4.5, 4.5]  # 18 GB at 4 TB/s
+    assert [text.get_text() for text in axes.texts] == ["12 ms", "7.5 ms, 1.60 times as fast"]
+    labels = [text.get_text().splitlines() for text in axes.get_yticklabels()]
+    assert labels[0] == ["xla", "50.0% of the bandwidth", "1,234 launches, gaps 0.25 ms"]
+    assert labels[2] == ["other", "verdict bad"]
+    assert "62" in figure.get_suptitle() and "a GPU" in figure.get_suptitle()
+
+
+@pytest.mark.parametrize("name", ["step.png", "step.SVG", "step.pdf"])
+def test_chart_of_nothing_measured(name, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib", reason="--plot draws with matplotlib")
+    monkeypatch.setattr(bench_decode, "bench", lambda args: figures_of([{"backend": "xla", "verdict": {"good": False}}]))
+    assert bench_decode.main(["--plot", str(tmp_path / name)]) == 1
+    assert (tmp_path / name).read_bytes()[:5] in (b"\x89PNG\r", b"<?xml", b"%PDF-")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--plot", "step.nosuch"], "--plot: 'step.nosuch': expected a name that ends in .png, .svg or .pdf"),
+        (["--backend", "cuda"], "--backend: 'cuda': expected one or several of xla"),
+        (["--backend", "xla,cuda"], "--backend: 'cuda': expected one or several of xla"),
+        (["--backend", ","], "--backend: '': expected one or several of xla"),
+        (["--backend", "xla", "xla"], "--backend xla,xla: each of them once"),
+    ],
+)
+def test_arguments_that_do_not_parse(capsys, arguments, message):
+    with pytest.raises(SystemExit, match="2"):
+        bench_decode.main(arguments)
+    errors = capsys.readouterr().err
+    assert re.sub("argument ", "", errors).startswith(f"bench_decode.py: {message}") and errors.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--plot", "missing/a.png"], "--plot missing/a.png: cannot be written: No such file or directory"),
         (["--routing", "3"], "--routing 3: 16 rows of 4 experts each can choose 4 to 16 distinct ones"),
         (["--routing", "17"], "--routing 17: "),
         (["--layers", "99"], "--layers 99: the tiny shape has"),
