@@ -32,6 +32,7 @@ NAME = "bench_kernels.py"
 OPS = (
     *("blend_norm", "qk_rope", "decode_attention", "out_gate", "route", "quantize_rows", "nvfp4_gemm", "combine"),
     "grouped_conv",
+    "dense_gemm",
 )
 
 
