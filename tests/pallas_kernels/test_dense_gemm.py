@@ -115,6 +115,18 @@ def test_parts_are_added_in_the_order_of_k(terms, total):
     np.testing.assert_array_equal(out, np.full((1, 64), total))
 
 
+@interpreted
+@pytest.mark.parametrize("gated", [False, True])
+def test_cases_can_fail(rng, gated):
+    """What the benchmark and the tests on a GPU run, small; and with one MMA's columns left out of the rows."""
+    shape = shapes.Shape("small", 256, (64, 64), BF16, (Config(2, 2, 64, 2),), gated=gated)
+    x, *weights = shapes.arguments(shape)
+    expected = shapes.plain(shape)(x, *weights)
+    shapes.check(_run(shapes.kernel(shape, shape.configs[0]), x, *weights), expected)
+    with pytest.raises(AssertionError, match="values differ"):
+        shapes.check(expected, shapes.plain(shape)(x.at[:, 128:144].set(0), *weights))
+
+
 def _each() -> list:
     return [
         pytest.param(shape, c, id=f"{shape.name}-{c.splits}-{c.blocks}-{c.chunk}")
