@@ -302,6 +302,10 @@ class DecoderLayer(nnx.Module):
         stream, x = self._blend(stream, branch, self.post_ffn_gate[...], self.post_ffn_norm[...], next_norm)
         return stream, x, cache
 
+    def normed_input(self, stream: jax.Array) -> jax.Array:
+        """What the input norm makes of the stream, [B, T, D], rounded: of the first layer, as each does it for the next."""
+        return ops.centred_norm(stream, self.input_norm[...], self.config.rms_norm_eps, self.numerics, self.dtype)
+
     def _blend(self, *args: Any) -> tuple[jax.Array, jax.Array | None]:
         with jax.named_scope("blend_norm"):
             return self.backend.blend_norm(*args, self.config, self.numerics, self.dtype)
@@ -388,7 +392,7 @@ class MuseSpark(nnx.Module):
         sharding = self.sharding
         run_layer = _run_layer_as_call if sharding.num_devices is not None and sharding.isolates else _run_layer
         norms = [layer.input_norm[...] for layer in self.layers]
-        x = ops.centred_norm(stream, norms[0], config.rms_norm_eps, self.numerics, self.dtype)
+        x = self.layers[0].normed_input(stream)
         for i, (layer, next_norm) in enumerate(zip(self.layers, [*norms[1:], None], strict=True)):
             layer_cache = None if cache is None else cache.layers[i]
             layer_routing = None if routing is None else routing[i]

@@ -77,6 +77,7 @@ class Pallas(Backend):
 
     def stored_params(self, params: dict, config: Config, sharding: ShardingConfig, mesh: Mesh | None) -> dict:
         # One parameter after the other, and each is given up for its new form: there is room for one layer's experts twice.
+        # (Donating them does not do that, as their shapes differ.)
         def store(name: str, value: Any) -> Any:
             change = _rearrangement(name, value, config, sharding)
             if change is None:
@@ -84,7 +85,10 @@ class Pallas(Backend):
             if mesh is not None:
                 specs = jax.tree.map(lambda x: x.sharding.spec, value)
                 change = jax.shard_map(change, mesh=mesh, in_specs=(specs,), out_specs=_stored_specs(specs), check_vma=False)
-            return jax.block_until_ready(jax.jit(change, donate_argnums=0)(value))
+            result = jax.block_until_ready(jax.jit(change)(value))
+            for old in jax.tree.leaves(value):
+                old.delete()
+            return result
 
         return _map_values(store, params)
 

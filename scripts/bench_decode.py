@@ -250,8 +250,7 @@ def make_routing(config: ModelConfig, args: argparse.Namespace) -> list[Routing 
 def build(config: ModelConfig, draft_config: DraftConfig | None, args: argparse.Namespace, backend: str) -> Model:
     """Rank 0's part with random weights, which are the same for all backends."""
     gc.collect()  # no cycle may keep an earlier model: two of them are more than a device has
-    chosen = {} if backend == "xla" else {"backend": backend}
-    model = random_models.rank_zero(config, draft_config, args.tp, args.dtype, args.rows, args.activations, **chosen)
+    model = random_models.rank_zero(config, draft_config, args.tp, args.dtype, args.rows, args.activations, backend)
     return dataclasses.replace(model, num_rows=args.rows)
 
 

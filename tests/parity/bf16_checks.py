@@ -281,7 +281,8 @@ def layer(subject: Subject, layer_idx: int) -> Outputs:
     def run(module, stream):
         context = subject.context()
         rope, seen = subject.rope(context), []
-        whole, _ = module(stream, rope, None, context)
+        x = module.normed_input(stream)
+        whole, *_ = module(stream, x, rope, None, context, None)
 
         def answer(value):
             return lambda x, *args: (seen.append(x), value)[1]
@@ -289,7 +290,7 @@ def layer(subject: Subject, layer_idx: int) -> Outputs:
         around = nnx.clone(module)
         around.attention = answer((attention_answer, None))
         around.mlp = answer(mlp_answer)
-        out, _ = around(stream, rope, None, context)
+        out, *_ = around(stream, x, rope, None, context, None)
         return whole, out, *seen
 
     whole, out, attention_input, mlp_input = subject.run(run)(module, subject.given(name))
