@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import jax
 from jax.sharding import Mesh
 
-from muse_jax import kv_cache, ops
+from muse_jax import kv_cache, ops, tree
 from muse_jax.config import ModelConfig
 from muse_jax.draft_config import DraftConfig
 from muse_jax.numerics import SERVING, Numerics
@@ -28,6 +28,8 @@ class Backend:
 
     name: ClassVar[str] = "xla"
 
+    linears = staticmethod(ops.linears)
+    gated_linear = staticmethod(ops.gated_linear)
     qk_norm_rope = staticmethod(ops.qk_norm_rope)
     out_gate = staticmethod(ops.out_gate)
     blend_norm = staticmethod(ops.blend_norm)
@@ -35,6 +37,8 @@ class Backend:
     row_squares = staticmethod(ops.row_squares)
     combine_pieces = staticmethod(ops.combine_pieces)
     grouped_conv = staticmethod(ops.grouped_conv)
+    lattice = staticmethod(ops.lattice)
+    build_tree = staticmethod(tree.build)
     decode_context = staticmethod(kv_cache.DecodeContext.create)
 
     def route(self, rows: jax.Array, router: jax.Array, bias: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:

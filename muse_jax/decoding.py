@@ -388,7 +388,8 @@ def _propose(model: Model, state: DecodeState) -> tuple[Tree, jax.Array | None, 
     hidden = draft(block, context, state.draft_cache.layers)[:, 1:]
     ids, unary = draft.candidates(hidden, model.params["lm_head"], model.valid_vocab)
     lattice = draft.lattice(hidden, state.token, ids, unary)
-    nodes, proposal = propose(model.speculation, lattice, ids, state.token, state.length, state.sampling, model.num_rows)
+    where = state.token, state.length, state.sampling, model.num_rows
+    nodes, proposal = propose(model.speculation, lattice, ids, *where, draft.backend.build_tree)
     return nodes, ids, proposal
 
 

@@ -10,6 +10,7 @@ nothing. Values are rounded where they feed a GEMM; norms, convolutions, residua
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from muse_jax.config import AttentionKind
 from muse_jax.draft_config import DraftConfig
 from muse_jax.kv_cache import KV, DecodeContext, KVCache, heads_first
 from muse_jax.layout import draft_tensors
-from muse_jax.model import Parameters, join_caches, kv_parts_of, split_cache, swiglu_mlp
+from muse_jax.model import FP32, Parameters, join_caches, kv_parts_of, split_cache, swiglu_mlp
 from muse_jax.numerics import SERVING, fp32, round_to
 from muse_jax.sampling import mask_padding, top_candidates
 from muse_jax.sharding import ONE_DEVICE, ShardingConfig
@@ -44,7 +45,8 @@ class DynamicConv(nnx.Module):
         config = self.config
         ranks = self.ranks
         with jax.named_scope("draft.conv"):
-            rows = ranks.gather(ranks.run(ops.linear, x, ranks.split(self.kernel_projection[...], 0)), -1)
+            weights = ranks.split(self.kernel_projection[...], 0)
+            rows = ranks.gather(ranks.run(functools.partial(_product, self.backend), x, weights), -1)
         return rows.reshape(*x.shape[:2], 2, config.conv_kernel_size, config.conv_groups)
 
     def before(self, z: jax.Array, coefficients: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -64,7 +66,7 @@ class DraftLayer(nnx.Module):
     """Attention of the block to context and block, then SwiGLU, each between two convolutions."""
 
     def __init__(self, layer_idx: int, config: DraftConfig, dtype: jnp.dtype, param: Parameters):
-        self.config, self.dtype = config, dtype
+        self.config, self.dtype, self.backend = config, dtype, param.backend
         self.window = config.window(layer_idx)
         self.ranks, self.mlp_ranks = param.ranks("o_proj"), param.ranks("down_proj")
         self.input_norm, self.pre_ffn_norm = param("input_norm"), param("pre_ffn_norm")
@@ -89,7 +91,7 @@ class DraftLayer(nnx.Module):
 
         x, coefficients = self._conv_in(stream, self.pre_ffn_norm, self.mlp_conv)
         with jax.named_scope("draft.down_proj"):
-            out = swiglu_mlp(x, self.gate_proj, self.up_proj, self.down_proj, self.mlp_ranks, SERVING, self.dtype)
+            out = swiglu_mlp(x, self.gate_proj, self.up_proj, self.down_proj, self.mlp_ranks, SERVING, self.backend)
         return self.mlp_conv.after(out, coefficients, stream)
 
     def keys_values(self, x: jax.Array, rope: tuple) -> KV:
@@ -100,15 +102,25 @@ class DraftLayer(nnx.Module):
 
     def _attention_of_rank(self, x: jax.Array, rope: tuple, context: DecodeContext, q, k, v, o, cache: KV) -> jax.Array:
         """A rank's heads, and what they add to the output: [B, T, D] fp32."""
-        queries = self._normed_heads(_project(x, q), self.q_norm, rope)
-        keys, values = self._keys_values_of_rank(x, rope, k, v)
+        queries, *keys_values = self._projected(x, q, k, v)
+        queries = self._normed_heads(queries, self.q_norm, rope)
+        keys, values = self._as_keys_values(*keys_values, rope)
         scale = self.config.head_dim**-0.5
         out, _ = context.attend(queries, keys, values, cache, self.window, scale, SERVING)
-        return ops.linear(round_to(out, self.dtype).reshape(*x.shape[:2], -1), o[0])
+        return _product(self.backend, round_to(out, self.dtype).reshape(*x.shape[:2], -1), o[0])
 
     def _keys_values_of_rank(self, x: jax.Array, rope: tuple, k, v) -> KV:
         """Two of [B, T, K, H]."""
-        return self._normed_heads(_project(x, k), self.k_norm, rope), round_to(self._heads(_project(x, v)), self.dtype)
+        return self._as_keys_values(*self._projected(x, k, v), rope)
+
+    def _as_keys_values(self, keys: jax.Array, values: jax.Array, rope: tuple) -> KV:
+        return self._normed_heads(keys, self.k_norm, rope), round_to(self._heads(values), self.dtype)
+
+    def _projected(self, x: jax.Array, *projections: tuple[jax.Array, ...]) -> list[jax.Array]:
+        """[B, T, in] -> for each projection, weight [out, in] and perhaps bias [out], [B, T, out] fp32."""
+        outs = self.backend.linears(x, [weight for weight, *_ in projections], FP32)
+        biases = [bias for _, *bias in projections]
+        return [out + fp32(bias[0])[None, None, :] if bias else out for out, bias in zip(outs, biases, strict=True)]
 
     def _of_ranks(self, name: str, kv_parts: int) -> list[tuple[jax.Array, ...]]:
         """Each rank's part of a projection, and of its bias if the checkpoint has one; o_proj is cut by columns."""
@@ -132,10 +144,9 @@ class DraftLayer(nnx.Module):
         return ops.apply_rope(x, rope, SERVING, self.dtype)
 
 
-def _project(x: jax.Array, projection: tuple[jax.Array, ...]) -> jax.Array:
-    """[B, T, in] -> [B, T, out] fp32. projection: weight [out, in], and perhaps bias [out]."""
-    out = ops.linear(x, projection[0])
-    return out + fp32(projection[1])[None, None, :] if len(projection) > 1 else out
+def _product(backend: Backend, x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x W^T, fp32. x: [B, T, in].  weight: [out, in]."""
+    return backend.linears(x, (weight,), FP32)[0]
 
 
 class DFlash2(nnx.Module):
@@ -180,7 +191,7 @@ class DFlash2(nnx.Module):
         ranks = self.fc_ranks
         taps = ranks.select(round_to(fp32(taps), self.dtype), -1)
         with jax.named_scope("draft.fc"):
-            x = ranks.sum(ranks.run(ops.linear, taps, ranks.split(self.fc[...], 1)))
+            x = ranks.sum(ranks.run(functools.partial(_product, self.backend), taps, ranks.split(self.fc[...], 1)))
         x = plain_norm(x, self.hidden_norm, self.config.rms_norm_eps, self.dtype)
         rope = self._rope(positions)
         return [layer.keys_values(x, rope) for layer in self.layers]
@@ -224,7 +235,7 @@ class DFlash2(nnx.Module):
 
     def logits(self, hidden: jax.Array, lm_head: jax.Array) -> jax.Array:
         """hidden: [B, T, D].  lm_head: [V, D], the target's.  Returns [B, T, V] fp32, with the draft's multiplier and cap."""
-        return self._transform(ops.linear(hidden, lm_head))
+        return self._transform(_product(self.backend, hidden, lm_head))
 
     def candidates(self, hidden: jax.Array, lm_head: jax.Array, valid_vocab: int) -> tuple[jax.Array, jax.Array]:
         """The likeliest tokens of every position on their own.
@@ -234,7 +245,7 @@ class DFlash2(nnx.Module):
         Returns:  ids [B, P, top_k] int32, best first, ties to the lowest id; their logits, fp32.
         """
         ranks = self.vocab_ranks
-        raw = ranks.run(ops.linear, hidden, ranks.split(lm_head, 0))
+        raw = ranks.run(functools.partial(_product, self.backend), hidden, ranks.split(lm_head, 0))
         raw = mask_padding(raw, valid_vocab, ranks)
         # Multiplier and cap keep the order.
         with jax.named_scope("draft.candidates"):
@@ -249,13 +260,14 @@ class DFlash2(nnx.Module):
         """
         ranks = self.selector_ranks
         with jax.named_scope("draft.selector"):
-            projected = ranks.gather(ranks.run(ops.linear, hidden, ranks.split(self.selector_projection[...], 0)), -1)
+            weights = ranks.split(self.selector_projection[...], 0)
+            projected = ranks.gather(ranks.run(functools.partial(_product, self.backend), hidden, weights), -1)
         first = jnp.broadcast_to(anchor[:, None, None], (ids.shape[0], 1, ids.shape[2]))
         before = jnp.concatenate([first, ids[:, :-1]], axis=1)
         with jax.named_scope("draft.codebooks"):
-            left = fp32(self.vocab_ranks.lookup(self.predecessor_codebook[...], before)) * projected[:, :, None, :]
-            right = fp32(self.vocab_ranks.lookup(self.successor_codebook[...], ids))
-        return unary[:, :, None, :] + jnp.einsum("bpir,bpjr->bpij", left, right, precision="highest")
+            left = self.vocab_ranks.lookup(self.predecessor_codebook[...], before)
+            right = self.vocab_ranks.lookup(self.successor_codebook[...], ids)
+        return self.backend.lattice(projected, left, right, unary)
 
     def _rope(self, positions: jax.Array) -> tuple:
         inv_freq = ops.rope_inverse_frequencies(self.config.rope_theta, self.config.head_dim)

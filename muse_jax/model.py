@@ -26,6 +26,7 @@ from muse_jax.nvfp4 import NVFP4Weight
 from muse_jax.sharded_experts import ShardedExperts
 from muse_jax.sharding import ONE_DEVICE, Ranks, ShardingConfig, isolated
 
+FP32 = jnp.dtype(jnp.float32)
 Context = FullContext | PrefillContext | DecodeContext
 Routing = tuple[jax.Array, jax.Array]  # expert ids int32 and weights fp32, [rows, num_experts_per_tok]
 
@@ -126,7 +127,7 @@ class Attention(nnx.Module):
         """A rank's heads, and what they add to the output: [B, T, D] fp32."""
         config, numerics, dtype = self.config, self.numerics, self.dtype
         rows = x.reshape(-1, x.shape[-1])
-        q, k, v, gate = (round_to(ops.linear(rows, weight), dtype) for weight in (q_proj, k_proj, v_proj, attn_out_gate))
+        q, k, v, gate = self.backend.linears(rows, (q_proj, k_proj, v_proj, attn_out_gate), dtype)
         q, k, v = (y.reshape(*x.shape[:2], -1, config.head_dim) for y in (q, k, v))
 
         rope = rope if self.uses_rope else None
@@ -134,7 +135,8 @@ class Attention(nnx.Module):
         scale = config.head_dim**-0.5 * (1.0 if numerics.qk_scale_in_q else config.qk_scale_factor)
         out, cache = context.attend(q, k, v, cache, self.window, scale, numerics)
         gated = self.backend.out_gate(out, gate.reshape(out.shape), config.rms_norm_eps, numerics)
-        return ops.linear(gated.reshape(*x.shape[:2], -1), o_proj), cache
+        [out] = self.backend.linears(gated.reshape(*x.shape[:2], -1), (o_proj,), FP32)
+        return out, cache
 
 
 class SparseMLP(nnx.Module):
@@ -171,11 +173,16 @@ class SparseMLP(nnx.Module):
         if routing is not None:
             idx, weights = routing[0], routing[1] + 0.0 * weights
         with jax.named_scope("moe.pre_expert_proj"):
-            pooled = column_parallel(rows, self.pre_expert_proj, self.pooled_ranks, dtype)
+            pooled = self._projected(rows, self.pre_expert_proj, self.pooled_ranks)
         pooled = ops.centred_norm(pooled, self.pre_expert_norm[...], config.rms_norm_eps, numerics, dtype)
         mixed = self._mixed(pooled, idx, weights)
         with jax.named_scope("moe.post_expert_proj"):
-            return column_parallel(mixed, self.post_expert_proj, self.output_ranks, dtype).reshape(x.shape)
+            return self._projected(mixed, self.post_expert_proj, self.output_ranks).reshape(x.shape)
+
+    def _projected(self, x: jax.Array, weight: nnx.Param, ranks: Ranks) -> jax.Array:
+        """x W^T, rounded; each rank has some of the output's columns. x: [R, in].  weight: [out, in]."""
+        columns = ranks.run(lambda x, weight: self.backend.linears(x, (weight,), self.dtype)[0], x, ranks.split(weight[...], 0))
+        return ranks.gather(columns, -1)
 
     def _mixed(self, pooled: jax.Array, idx: jax.Array, weights: jax.Array) -> jax.Array:
         """The experts' weighted sum, [R, M], rounded."""
@@ -200,7 +207,7 @@ class DenseMLP(nnx.Module):
     """Plain SwiGLU."""
 
     def __init__(self, numerics: Numerics, dtype: jnp.dtype, param: Parameters):
-        self.numerics, self.dtype, self.ranks = numerics, dtype, param.ranks("down_proj")
+        self.numerics, self.dtype, self.ranks, self.backend = numerics, dtype, param.ranks("down_proj"), param.backend
         self.gate_proj = param("gate_proj")
         self.up_proj = param("up_proj")
         self.down_proj = param("down_proj")
@@ -208,18 +215,12 @@ class DenseMLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """x: [B, T, D], normed. Returns [B, T, D]."""
         with jax.named_scope("mlp.down_proj"):
-            out = swiglu_mlp(x, self.gate_proj, self.up_proj, self.down_proj, self.ranks, self.numerics, self.dtype)
+            out = swiglu_mlp(x, self.gate_proj, self.up_proj, self.down_proj, self.ranks, self.numerics, self.backend)
         return round_to(out, self.dtype) if self.numerics.branch_rounded else out
 
 
-def column_parallel(x: jax.Array, weight: nnx.Param, ranks: Ranks, dtype: jnp.dtype) -> jax.Array:
-    """x W^T, rounded; each rank has some of the output's columns. x: [R, in].  weight: [out, in]."""
-    columns = ranks.run(lambda x, weight: round_to(ops.linear(x, weight), dtype), x, ranks.split(weight[...], 0))
-    return ranks.gather(columns, -1)
-
-
 def swiglu_mlp(
-    x: jax.Array, gate: nnx.Param, up: nnx.Param, down: nnx.Param, ranks: Ranks, numerics: Numerics, dtype: jnp.dtype
+    x: jax.Array, gate: nnx.Param, up: nnx.Param, down: nnx.Param, ranks: Ranks, numerics: Numerics, backend: Backend
 ) -> jax.Array:
     """down(silu(gate x) up x), fp32; each rank has some of the hidden values.
 
@@ -227,7 +228,8 @@ def swiglu_mlp(
     """
 
     def of_rank(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-        return ops.linear(ops.swiglu(ops.linear(x, gate), ops.linear(x, up), numerics, dtype), down)
+        [out] = backend.linears(backend.gated_linear(x, gate, up, numerics), (down,), FP32)
+        return out
 
     weights = (ranks.split(weight[...], axis) for weight, axis in ((gate, 0), (up, 0), (down, 1)))
     return ranks.sum(ranks.run(of_rank, x, *weights))
@@ -420,8 +422,9 @@ class MuseSpark(nnx.Module):
         config, ranks = self.config, self.vocab_ranks
 
         def of_rank(x: jax.Array, lm_head: jax.Array) -> jax.Array:
+            [z] = self.backend.linears(x, (lm_head,), FP32)
             cap = config.final_logit_softcapping
-            return ops.vocabulary_logits(x, lm_head, config.output_multiplier, cap, self.numerics, self.dtype)
+            return ops.vocabulary_logits(z, config.output_multiplier, cap, self.numerics, self.dtype)
 
         weight = fp32(self.final_norm[...])[None, None, :]
         x = round_to(ops.rms(stream, config.rms_norm_eps) * weight, self.dtype)

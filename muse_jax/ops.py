@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Union
 
 import jax
@@ -33,6 +33,16 @@ def linear(x: jax.Array, weight_oi: jax.Array) -> jax.Array:
     # HIGHEST: float32 operands may otherwise go through TF32 on a GPU. It changes nothing for bfloat16.
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     return lax.dot_general(x, weight_oi, contract, lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def linears(x: jax.Array, weights: Sequence[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
+    """x W^T for each matrix [out, in], rounded to `dtype`; to float32 there is no rounding."""
+    return [round_to(linear(x, weight), dtype) for weight in weights]
+
+
+def gated_linear(x: jax.Array, gate: jax.Array, up: jax.Array, numerics: Numerics) -> jax.Array:
+    """silu(x gate^T) (x up^T), rounded. gate, up: [out, in]."""
+    return swiglu(linear(x, gate), linear(x, up), numerics, x.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------- norms
@@ -468,7 +478,18 @@ def combine_pieces(
     return jnp.sum(jnp.where(chosen[..., None], weighted, 0.0), axis=1)
 
 
-# ------------------------------------------------------------------------------------------------------- draft's convolution
+# ------------------------------------------------------------------------------------------------------------------- draft
+
+
+def lattice(projected: jax.Array, before: jax.Array, rows: jax.Array, unary: jax.Array) -> jax.Array:
+    """Scores of every candidate after every candidate of the position before: unary_j + sum_r before_ir projected_r rows_jr.
+
+    Args:     projected: [B, P, R] fp32, of the hidden state of each position.  before, rows: [B, P, K, R], rows of codebooks
+              for the candidates of the position before and of the position.  unary: [B, P, K] fp32.
+    Returns:  [B, P, K before, K] fp32.
+    """
+    left = fp32(before) * projected[:, :, None, :]
+    return unary[:, :, None, :] + jnp.einsum("bpir,bpjr->bpij", left, fp32(rows), precision="highest")
 
 
 def grouped_conv(
@@ -504,16 +525,13 @@ def grouped_conv(
 # ----------------------------------------------------------------------------------------------------------------- head
 
 
-def vocabulary_logits(
-    x: jax.Array, lm_head: jax.Array, multiplier: float, cap: float, numerics: Numerics, dtype: jnp.dtype
-) -> jax.Array:
-    """cap tanh(multiplier x W^T / cap).
+def vocabulary_logits(z: jax.Array, multiplier: float, cap: float, numerics: Numerics, dtype: jnp.dtype) -> jax.Array:
+    """cap tanh(multiplier z / cap).
 
-    Args:     x: [B, T, D], after the final norm.  lm_head: [V, D].
+    Args:     z: [B, T, V] fp32, products of what the final norm gave and lm_head.
     Returns:  [B, T, V] fp32; with HF numerics every value is one of `dtype`.
     """
     step = (lambda z: fp32(round_to(z, dtype))) if numerics.logits_rounded else (lambda z: z)
-    z = step(linear(x, lm_head))
-    z = step(z * multiplier)
+    z = step(step(z) * multiplier)
     z = step(z / cap)
     return step(step(jnp.tanh(z)) * cap)

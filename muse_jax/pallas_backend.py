@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from muse_jax import ops
+from muse_jax import ops, tree
 from muse_jax.attention import hide
 from muse_jax.backends import Backend, Config
 from muse_jax.config import ModelConfig
@@ -25,11 +25,16 @@ from muse_jax.numerics import Numerics, round_to
 from muse_jax.nvfp4 import NVFP4Weight
 from muse_jax.ops import GateFactors, NVFP4Rows
 from muse_jax.sharding import ShardingConfig
+from muse_jax.tree import Tree
 from pallas_kernels import compat
 from pallas_kernels.blend_norm import BlendNorm, blend_norm
+from pallas_kernels.build_tree import build_tree
 from pallas_kernels.combine import Combine, combine, row_squares
 from pallas_kernels.decode_attention import DecodeAttentionConfig, attend_linear, attend_ring
+from pallas_kernels.dense_gemm import Config as DenseConfig
+from pallas_kernels.dense_gemm import dense, fitting, swiglu
 from pallas_kernels.grouped_conv import grouped_conv
+from pallas_kernels.lattice import lattice
 from pallas_kernels.nvfp4_gemm import Config as GemmConfig
 from pallas_kernels.nvfp4_gemm import PackedWeights, Plan, down, gate_up, pack_weights, plan
 from pallas_kernels.out_gate import out_gate
@@ -100,6 +105,27 @@ class Pallas(Backend):
 
     def fuses_experts(self, weight: Any) -> bool:
         return isinstance(weight, PackedWeights)
+
+    # ------------------------------------------------------------------------------------------------------------ GEMMs
+
+    def linears(self, x: jax.Array, weights: Sequence[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
+        def kernel() -> list[jax.Array]:
+            flat = x.reshape(-1, x.shape[-1])
+            outs = dense(flat, weights, dtype, self._dense(flat, weights), self.interpret)
+            return [out.reshape(*x.shape[:-1], -1) for out in outs]
+
+        return self.choose("dense_gemm", kernel, lambda: ops.linears(x, weights, dtype))
+
+    def gated_linear(self, x: jax.Array, gate: jax.Array, up: jax.Array, numerics: Numerics) -> jax.Array:
+        def kernel() -> jax.Array:
+            flat = x.reshape(-1, x.shape[-1])
+            return swiglu(flat, gate, up, self._dense(flat, (gate, up)), self.interpret).reshape(*x.shape[:-1], -1)
+
+        return self.choose("dense_gemm", kernel, lambda: ops.gated_linear(x, gate, up, numerics))
+
+    def _dense(self, x: jax.Array, weights: Sequence[jax.Array]) -> DenseConfig:
+        config = fitting(*x.shape, [len(weight) for weight in weights])
+        return dataclasses.replace(config, num_ctas=_INTERPRETED_CTAS) if self.interpreted else config
 
     # -------------------------------------------------------------------------------------------------------- attention
 
@@ -244,6 +270,15 @@ class Pallas(Backend):
             lambda: grouped_conv(z, base, coefficients, residual, **settings, interpret=self.interpret),
             lambda: ops.grouped_conv(z, base, coefficients, residual, **settings),
         )
+
+    def lattice(self, projected: jax.Array, before: jax.Array, rows: jax.Array, unary: jax.Array) -> jax.Array:
+        args = projected, before, rows, unary
+        return self.choose("lattice", lambda: lattice(*args, interpret=self.interpret), lambda: ops.lattice(*args))
+
+    def build_tree(self, anchor: jax.Array, ids: jax.Array, log_probs: jax.Array, size: int) -> Tree:
+        args = anchor, ids, log_probs, size
+        kernel = functools.partial(build_tree, *args, interpret=self.interpret)
+        return self.choose("build_tree", lambda: Tree(**kernel()._asdict()), lambda: tree.build(*args))
 
 
 @functools.partial(

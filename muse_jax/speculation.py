@@ -57,11 +57,12 @@ def propose(
     start: jax.Array,
     sampling: SamplingParams,
     size: int,
+    build_tree: Callable = tree.build,
 ) -> tuple[Tree, jax.Array | None]:
     """The nodes to verify.
 
     Args:     lattice: [B, P, K before, K] fp32; ids: [B, P, K], of the positions after `start`.  anchor, start: [B].
-              size: static, nodes with the root; for a chain at most P + 1.
+              size: static, nodes with the root; for a chain at most P + 1.  build_tree: `tree.build`, or a backend's.
     Returns:  the tree, and for a sampled chain the distributions its tokens were drawn from, [B, size - 1, K] fp32.
     """
     temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
@@ -75,7 +76,7 @@ def propose(
         scores = scores + jnp.where(sampled, noise, 0.0)[:, :, None, :]
     log_probs = jax.nn.log_softmax(scores, axis=-1)
     if speculation == Speculation.TREE:
-        return tree.build(anchor, ids, log_probs, size), None
+        return build_tree(anchor, ids, log_probs, size), None
     tokens, rows, picks = _walk(jnp.argmax(log_probs, axis=-1).astype(jnp.int32)[:, : size - 1], ids, log_probs)
     return tree.chain(anchor, tokens, _pick(rows, picks)), None
 

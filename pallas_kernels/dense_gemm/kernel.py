@@ -30,6 +30,7 @@ BLOCK_ROWS = 64  # of weights, what a wgmma takes
 MAX_ROWS = 16
 MAX_BLOCKS = 3  # warpgroups that multiply; each thread of a CTA of four may still have 128 registers
 SWIZZLE_COLS = 64  # of 2 bytes: 128, the widest swizzle
+MAX_SPLITS = 32  # that the second kernel adds
 COLUMNS = 32  # of the result, that a CTA of the second kernel adds
 SHARED_MEMORY = 227 * 1024  # of a CTA
 BARRIERS = 1024  # bytes of shared memory left to them
@@ -49,6 +50,32 @@ class Config:
     chunk: int = 128
     stages: int = 8
     num_ctas: int = 132
+
+
+def fitting(rows: int, k: int, sizes: Sequence[int]) -> Config:
+    """A config for `rows` times matrices [n, k] for each n of `sizes`, on a GPU of 132 SMs.
+
+    As few splits as let units fill 95 % of the SMs in one round, or in several where there are so many tiles.
+
+    Raises:   NotImplementedError if k is no multiple of 64.
+    """
+    if k % SWIZZLE_COLS:
+        raise NotImplementedError(f"K = {k}: multiples of {SWIZZLE_COLS} are possible")
+    chunk = 128 if k % 128 == 0 else SWIZZLE_COLS
+    num_blocks = sum(-(-n // BLOCK_ROWS) for n in sizes)
+    num_ctas = Config.num_ctas
+    splits, blocks, best = 1, MAX_BLOCKS if num_blocks > num_ctas * 2 else 1, 0.0
+    if num_blocks < 0.95 * num_ctas:
+        for candidate in range(MAX_BLOCKS, 0, -1):
+            tiles = -(-num_blocks // candidate)
+            parts = max(1, min(num_ctas // tiles, k // chunk, MAX_SPLITS))
+            filled = min(0.95, tiles * parts / num_ctas)
+            if filled > best or (filled == best and parts < splits):
+                splits, blocks, best = parts, candidate, filled
+    window = _window(rows)
+    stage = 2 * chunk * (blocks * BLOCK_ROWS + window)
+    room = (SHARED_MEMORY - BARRIERS - 4 * blocks * BLOCK_ROWS * window) // stage
+    return Config(splits, blocks, chunk, max(2, min(room, -(-k // chunk // splits))))
 
 
 def dense(
@@ -95,8 +122,10 @@ def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, config: Config = Config
 
 
 def _check(x: jax.Array, weights: tuple[jax.Array, ...], config: Config, multiple: int) -> None:
-    if x.ndim != 2 or not 1 <= x.shape[0] <= MAX_ROWS:
-        raise ValueError(f"x has shape {x.shape}: [R, K] with R from 1 to {MAX_ROWS} is possible")
+    if x.ndim != 2 or not x.shape[0]:
+        raise ValueError(f"x has shape {x.shape}: [R, K] is possible")
+    if x.shape[0] > MAX_ROWS:
+        raise NotImplementedError(f"{x.shape[0]} rows, more than {MAX_ROWS}")
     if not weights:
         raise ValueError("no matrix: at least one is needed")
     for name, array in (("x", x), *((f"matrix {i}", weight) for i, weight in enumerate(weights))):

@@ -145,8 +145,9 @@ def gate_up(
     if row_scale is not None:
         part = weights.tile_rows // 2
         row_scale = jnp.broadcast_to(jnp.pad(row_scale, (0, window - rows))[None], (part, window))
+    ordered = permute_rows(padded, weights.cols)
     out = _gemm(
-        padded, jnp.zeros_like(routing.first_group), window, routing, weights, row_scale, jnp.bfloat16, config, interpret
+        ordered, jnp.zeros_like(routing.first_group), window, routing, weights, row_scale, jnp.bfloat16, config, interpret
     )
     return out[routing.place, :, jnp.arange(rows)[:, None]]
 
@@ -169,7 +170,9 @@ def down(
     """
     _check(hidden, weights, (*routing.place.shape, weights.k), 1, config, "hidden", "[R, top_k, K]")
     routed, window = routing.place.size, _window(routing.place.shape[0])
-    grouped = hidden.reshape(routed, weights.k)[routing.source]
+    # The order of K first, while there are few rows; XLA would fuse the two and read every value by itself.
+    ordered = lax.optimization_barrier(permute_rows(hidden.reshape(routed, weights.k), weights.cols))
+    grouped = ordered[:, routing.source]
     # With a scale for each row, whose place in the window differs, that multiplication is left to the gather.
     dtype = jnp.bfloat16 if row_scale is None else jnp.float32
     out = _gemm(grouped, routing.first_group, window, routing, weights, None, dtype, config, interpret)
@@ -207,7 +210,8 @@ def _gemm(
 ) -> jax.Array:
     """The kernel: each active expert times its window of rows.
 
-    Args:     rows: [n, K].  first_group: [A] int32, of a place's window.  row_scale: [rows of a matrix in a tile, window].
+    Args:     rows: [chunks, n, K / chunks], of `permute_rows`.  first_group: [A] int32, of a place's window.
+              row_scale: [rows of a matrix in a tile, window].
     Returns:  [A, out_rows, window]; not written beyond the active places.
     """
     _, tiles, chunks, tile_rows, cols = weights.block_scales.shape
@@ -380,7 +384,7 @@ def _gemm(
         routing.expert,
         first_group,
         weights.global_scale[routing.expert] * _ACC_SHIFT,
-        permute_rows(rows, cols),
+        rows,
         weights.words.reshape(-1, WORDS * tile_rows, cols),
         weights.block_scales.reshape(-1, tile_rows, cols),
         *([] if row_scale is None else [row_scale]),

@@ -18,6 +18,7 @@ from flax import nnx
 from hf_reference import Recording
 
 from muse_jax import ops
+from muse_jax.backends import Backend
 from muse_jax.config import ModelConfig
 from muse_jax.kv_cache import FullContext
 from muse_jax.model import MuseSpark
@@ -304,14 +305,14 @@ def layer(subject: Subject, layer_idx: int) -> Outputs:
 
 def head(subject: Subject) -> Outputs:
     def run(model, stream, normed):
-        vocabulary_logits, seen = ops.vocabulary_logits, []
+        linears, seen = ops.linears, []
 
         def given(x, *args):
             seen.append(x)
-            return vocabulary_logits(normed, *args)
+            return linears(normed, *args)
 
         logits = model.logits(stream)
-        with mock.patch.object(ops, "vocabulary_logits", given):
+        with mock.patch.object(Backend, "linears", staticmethod(given)):
             from_normed = model.logits(stream)
         return logits, seen[0], from_normed
 
