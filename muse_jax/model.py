@@ -392,7 +392,7 @@ class MuseSpark(nnx.Module):
         rope = ops.rope_tables(context.positions, inv_freq, self.numerics, self.dtype)
         outputs, kept = {}, []
         sharding = self.sharding
-        run_layer = _run_layer_as_call if sharding.num_devices is not None and sharding.isolates else _run_layer
+        run_layer = _run_layer_as_call if sharding.num_devices is not None and sharding.calls else _run_layer
         norms = [layer.input_norm[...] for layer in self.layers]
         x = self.layers[0].normed_input(stream)
         for i, (layer, next_norm) in enumerate(zip(self.layers, [*norms[1:], None], strict=True)):

@@ -98,7 +98,7 @@ def load(
     elif moe_sharding in ("expert", "replicated"):
         raise ValueError(f"moe_sharding = {moe_sharding!r} needs a mesh: without one a device has all experts")
     platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
-    how = sharding.ShardingConfig(None if mesh is None else mesh.size, moe_sharding, isolates=platform != "gpu")
+    how = sharding.ShardingConfig(None if mesh is None else mesh.size, moe_sharding, calls=platform != "gpu")
     reader = checkpoints.open_reader(path)
     config = reader.config
     how.check_fits(config)

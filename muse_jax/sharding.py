@@ -7,8 +7,9 @@ A step is written for eight ranks, and a device runs 8 / tp of them, one after t
 shape whatever tp is, and as XLA chooses algorithms by shape, a step has the same bits on 1, 2, 4 and 8 devices. `Ranks` holds
 that form: modules cut their arrays with `split`, run a function once per rank with `run`, and put the results together with
 `gather` and `sum`, the only places where something travels. What a rank does, and what stands in for a collective on one
-device, is a call that XLA does not inline (`isolated`): fusing across its borders would depend on tp, and a fused product and
-sum may be contracted to one rounding.
+device, is isolated: fusing across its borders would depend on tp, and a fused product and sum may be contracted to one
+rounding. On CPUs it is a call that XLA does not inline (`isolated`); XLA for GPUs fuses nothing within such a call, so there it
+is fenced by optimization barriers, which XLA for CPUs drops before it fuses.
 
 Without a mesh there is one rank, nothing is cut, and the same code is the plain step.
 """
@@ -51,6 +52,13 @@ def isolated(function: Callable) -> Callable:
     return call
 
 
+def _fenced(function: Callable) -> Callable:
+    def call(*args: Any) -> Any:
+        return lax.optimization_barrier(function(*lax.optimization_barrier(args)))
+
+    return call
+
+
 @dataclasses.dataclass(frozen=True)
 class Ranks:
     """The parts that work is cut into, and the devices that share them: device d of a mesh runs ranks d * local and on.
@@ -60,7 +68,7 @@ class Ranks:
     loopback: this device is the first of `devices`, without the others: wherever it waits for their data it finds its own. The
       work of one rank of a large mesh, for measuring; the results mean nothing.
 
-    isolates: the work of a rank is a call of its own (`isolated`), without which the bits depend on the number of devices.
+    calls: the work of a rank is isolated by a call, else by barriers.
 
     Lists have one entry for each rank of this device, in order.
     """
@@ -68,7 +76,7 @@ class Ranks:
     count: int = 1
     devices: int = 1
     loopback: bool = False
-    isolates: bool = True
+    calls: bool = True
 
     @property
     def local(self) -> int:
@@ -78,10 +86,11 @@ class Ranks:
     @property
     def everywhere(self) -> Ranks:
         """The same ranks, all of them on every device: for what is there as a whole and yet done part by part."""
-        return Ranks(self.count, isolates=self.isolates)
+        return Ranks(self.count, calls=self.calls)
 
     def isolate(self, function: Callable) -> Callable:
-        return isolated(function) if self.isolates else function
+        """`function` with nothing in it fused with anything outside."""
+        return isolated(function) if self.calls else _fenced(function)
 
     def index(self, i: int) -> jax.Array:
         """The number of this device's rank i, int32."""
@@ -220,7 +229,7 @@ class ShardingConfig:
     group_slots: the weighted sum over a token's experts is formed as "expert" has to, first within each rank's experts, then
       over ranks; always so with "expert".
     loopback: one device plays the first of `num_devices` (`Ranks.loopback`), without a mesh.
-    isolates: `Ranks.isolates`. Not for GPUs, where XLA fuses nothing in a call.
+    calls: `Ranks.calls`: True for CPUs, False for GPUs.
     """
 
     num_devices: int | None = None
@@ -228,7 +237,7 @@ class ShardingConfig:
     moe_exchange: str = "sums"
     group_slots: bool = False
     loopback: bool = False
-    isolates: bool = True
+    calls: bool = True
 
     def __post_init__(self) -> None:
         if self.moe_sharding not in MOE_SHARDINGS:
@@ -249,7 +258,7 @@ class ShardingConfig:
     @property
     def ranks(self) -> Ranks:
         """Of what is cut."""
-        return Ranks() if self.num_devices is None else Ranks(NUM_RANKS, self.num_devices, self.loopback, self.isolates)
+        return Ranks() if self.num_devices is None else Ranks(NUM_RANKS, self.num_devices, self.loopback, self.calls)
 
     @property
     def mesh_size(self) -> int | None:

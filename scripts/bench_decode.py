@@ -11,7 +11,8 @@ waiting for others takes is not in the times. Every layer reads exactly --routin
 several backends each has the device for itself, one after the other.
 
     verdict    first: logits, keys and values of two layers against the same weights in fp32, by plain XLA for all backends
-    verify     one target forward over --rows nodes, choice, acceptance, and the caches' update, as the host sees it
+    verify     one target forward over --rows nodes, choice, acceptance, and the caches' update: from the end of one step to the
+               end of the next, which the host dispatches meanwhile, as generate.py does; alone: without that
     step       the same after the draft (--draft)
     speed-up   the first backend's time over that of this one
     bytes      weights that a step must read (layout), of the experts those chosen, and keys and values of the context
@@ -30,6 +31,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -50,13 +52,13 @@ if TYPE_CHECKING:  # JAX takes seconds to import, a mistyped option should not
     from matplotlib.figure import Figure
 
     from muse_jax.config import ModelConfig
-    from muse_jax.decoding import DecodeState, Model
+    from muse_jax.decoding import DecodeState, Model, StepOutput
     from muse_jax.draft_config import DraftConfig
     from muse_jax.model import Routing
     from muse_jax.tree import Tree
 
 NAME = "bench_decode.py"
-WARM_UP = 3
+WARM_UP = 5
 VERDICT_LAYERS = 2
 # Root mean square of the difference over that of the values. A value is rounded 25 times on the way through two layers to a
 # logit, each time by up to 2^-9 of its size: 0.05 if all errors added up; 0.01 to 0.02 were seen.
@@ -319,12 +321,12 @@ def measure(
     nodes, routing = make_nodes(model, args), make_routing(config, args)
     target_only = dataclasses.replace(model, draft_params=None, draft_graph=None)
 
-    def verify(model: Model, state: DecodeState, nodes: Tree, routing: list) -> DecodeState:
-        return decoding.verify_and_commit(model, state, nodes, routing=routing)[0]
+    def verify(model: Model, state: DecodeState, nodes: Tree, routing: list) -> tuple[DecodeState, StepOutput]:
+        return decoding.verify_and_commit(model, state, nodes, routing=routing)[:2]
 
-    def step(model: Model, state: DecodeState, routing: list) -> DecodeState:
+    def step(model: Model, state: DecodeState, routing: list) -> tuple[DecodeState, StepOutput]:
         nodes, ids, proposal = decoding.propose_nodes(model, state)
-        return decoding.verify_and_commit(model, state, nodes, ids, proposal, routing)[0]
+        return decoding.verify_and_commit(model, state, nodes, ids, proposal, routing)[:2]
 
     def of_bytes(figures: dict[str, Any], nbytes: int) -> dict[str, Any]:
         floor = 1e3 * nbytes / bandwidth
@@ -341,23 +343,31 @@ def measure(
 
 
 def timed(step: Callable, model: Model, state: DecodeState, args: argparse.Namespace, *rest: Any) -> dict[str, Any]:
-    """Milliseconds of a step, from the call to the end of its work: median, least and most; seconds to compile; `on_device`."""
+    """Milliseconds of a step: median, least and most, from the end of one to the end of the next, which was dispatched before
+    it, as `generate` does; `alone_ms`, the median from the call to the end where nothing else runs; seconds to compile;
+    `on_device`."""
     import jax
 
     began = time.perf_counter()
     compiled = step.lower(model, state, *rest).compile()
     compile_seconds = time.perf_counter() - began
-    seconds = []
-    for i in range(args.steps + WARM_UP):
+    alone, ends = [], []
+    for _ in range(WARM_UP):
         began = time.perf_counter()
-        state = jax.block_until_ready(compiled(model, state, *rest))
-        if i >= WARM_UP:
-            seconds.append(time.perf_counter() - began)
-    milliseconds = [1e3 * each for each in seconds]
+        state, out = jax.block_until_ready(compiled(model, state, *rest))
+        alone.append(1e3 * (time.perf_counter() - began))
+    for _ in range(args.steps + 2):
+        state, following = compiled(model, state, *rest)
+        jax.block_until_ready(out)
+        ends.append(time.perf_counter())
+        out = following
+    jax.block_until_ready(out)
+    milliseconds = [1e3 * (end - begin) for begin, end in itertools.pairwise(ends[1:])]  # the first had nothing before it
     return {
         "ms": statistics.median(milliseconds),
         "min_ms": min(milliseconds),
         "max_ms": max(milliseconds),
+        "alone_ms": statistics.median(alone),
         "compile_s": compile_seconds,
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
         **on_device(lambda: jax.block_until_ready(compiled(model, state, *rest))),
@@ -422,7 +432,7 @@ def print_result(result: dict[str, Any]) -> None:
         each = result[name]
         faster = f", {gained[name]:.2f} times as fast as {gained['over']}" if name in gained else ""
         print(
-            f"{result['backend']:<12} {name:<7} {each['ms']:9.3f} ms (min {each['min_ms']:.3f}, max {each['max_ms']:.3f}), "
+            f"{result['backend']:<12} {name:<7} {each['ms']:9.3f} ms (min {each['min_ms']:.3f}, max {each['max_ms']:.3f}; alone {each['alone_ms']:.3f}), "
             f"{each['bytes'] / 1e9:.3f} GB, {each['bandwidth_share']:.1%} of the bandwidth{faster}, "
             f"compiled in {each['compile_s']:.1f} s"
         )

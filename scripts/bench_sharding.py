@@ -118,7 +118,7 @@ def random_model(config: ModelConfig, args: argparse.Namespace, devices: int, la
     from muse_jax.model import MuseSpark
 
     mesh = sharding.make_mesh(devices)
-    how = sharding.ShardingConfig(devices, *layout)
+    how = sharding.ShardingConfig(devices, *layout, calls=mesh.devices.flat[0].platform != "gpu")
     how.check_fits(config)
     where, _ = sharding.placement(mesh, how)
     dtype = jnp.dtype(args.dtype)

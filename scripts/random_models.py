@@ -63,7 +63,7 @@ def rank_zero(
     from muse_jax.model import MuseSpark
     from muse_jax.sharding import ShardingConfig
 
-    how = ShardingConfig(tp, loopback=True, isolates=jax.default_backend() != "gpu")
+    how = ShardingConfig(tp, loopback=True, calls=jax.default_backend() != "gpu")
     compiled = jax.jit(draw, static_argnums=(0, 1, 2, 3))
     like: dict[tuple, TensorSpec] = {}
 

@@ -122,7 +122,8 @@ def collect(args: argparse.Namespace) -> tuple[dict[str, Any], list[Row]]:
         raise ValueError(f"--rows {args.rows}: there is no draft, so a step has one row")
     virtual_devices(args.devices)
     mesh = make_mesh(args.devices)
-    sharding = ShardingConfig(mesh.size, args.moe_sharding, args.moe_exchange)
+    on_gpu = mesh.devices.flat[0].platform == "gpu"
+    sharding = ShardingConfig(mesh.size, args.moe_sharding, args.moe_exchange, calls=not on_gpu)
     dtype = jnp.dtype(args.dtype or config.dtype)
     model, state = abstract_step(config, draft_config, mesh, sharding, dtype, args.rows, args.activations)
     lowered = jax.jit(muse_jax.decode, donate_argnames="state").lower(model, state)
