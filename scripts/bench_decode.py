@@ -252,7 +252,7 @@ def make_routing(config: ModelConfig, args: argparse.Namespace) -> list[Routing 
 def build(config: ModelConfig, draft_config: DraftConfig | None, args: argparse.Namespace, backend: str) -> Model:
     """Rank 0's part with random weights, which are the same for all backends."""
     gc.collect()  # no cycle may keep an earlier model: two of them are more than a device has
-    model = random_models.rank_zero(config, draft_config, args.tp, args.dtype, args.rows, args.activations, backend)
+    model = random_models.rank_zero(config, draft_config, args.tp, args.dtype, args.rows, args.activations, backend=backend)
     return dataclasses.replace(model, num_rows=args.rows)
 
 
@@ -432,7 +432,8 @@ def print_result(result: dict[str, Any]) -> None:
         each = result[name]
         faster = f", {gained[name]:.2f} times as fast as {gained['over']}" if name in gained else ""
         print(
-            f"{result['backend']:<12} {name:<7} {each['ms']:9.3f} ms (min {each['min_ms']:.3f}, max {each['max_ms']:.3f}; alone {each['alone_ms']:.3f}), "
+            f"{result['backend']:<12} {name:<7} {each['ms']:9.3f} ms (min {each['min_ms']:.3f}, max {each['max_ms']:.3f}; alone "
+            f"{each['alone_ms']:.3f}), "
             f"{each['bytes'] / 1e9:.3f} GB, {each['bandwidth_share']:.1%} of the bandwidth{faster}, "
             f"compiled in {each['compile_s']:.1f} s"
         )
