@@ -81,6 +81,23 @@ class Plan:
     place: jax.Array
     rank: jax.Array
 
+    @property
+    def window(self) -> int:
+        """Tokens of a wgmma."""
+        return 8 if self.place.shape[0] <= 8 else 16
+
+    def padded(self, x: jax.Array) -> jax.Array:
+        """Rows [R, K] as the one window that they are, [window, K]."""
+        return jnp.pad(x, ((0, self.window - x.shape[0]), (0, 0)))
+
+    def of_padded(self, out: jax.Array) -> jax.Array:
+        """The routed rows' results, [R, top_k, N]. out: [A, N, window], of each place with the window of `padded`."""
+        return out[self.place, :, jnp.arange(self.place.shape[0])[:, None]]
+
+    def of_grouped(self, out: jax.Array) -> jax.Array:
+        """The same where a place's window is of rows in the order of `source` and begins with its expert's first group."""
+        return out[self.place, :, self.rank]
+
 
 def plan(idx: jax.Array, num_experts: int) -> Plan:
     """Groups routed rows by expert, by comparing each pair: there are 128 at most.
@@ -140,16 +157,14 @@ def gate_up(
     """
     rows = routing.place.shape[0]
     _check(x, weights, (rows, weights.k), 2, config, "x", "[R, K]")
-    window = _window(rows)
-    padded = jnp.pad(x, ((0, window - rows), (0, 0)))
+    window = routing.window
     if row_scale is not None:
         part = weights.tile_rows // 2
         row_scale = jnp.broadcast_to(jnp.pad(row_scale, (0, window - rows))[None], (part, window))
-    ordered = permute_rows(padded, weights.cols)
-    out = _gemm(
-        ordered, jnp.zeros_like(routing.first_group), window, routing, weights, row_scale, jnp.bfloat16, config, interpret
-    )
-    return out[routing.place, :, jnp.arange(rows)[:, None]]
+    ordered = permute_rows(routing.padded(x), weights.cols)
+    first_group = jnp.zeros_like(routing.first_group)
+    out = _gemm(ordered, first_group, routing, weights, row_scale, jnp.bfloat16, config, interpret)
+    return routing.of_padded(out)
 
 
 def down(
@@ -169,19 +184,13 @@ def down(
     Rounding: from the fp32 accumulator, once.
     """
     _check(hidden, weights, (*routing.place.shape, weights.k), 1, config, "hidden", "[R, top_k, K]")
-    routed, window = routing.place.size, _window(routing.place.shape[0])
     # The order of K first, while there are few rows; XLA would fuse the two and read every value by itself.
-    ordered = lax.optimization_barrier(permute_rows(hidden.reshape(routed, weights.k), weights.cols))
-    grouped = ordered[:, routing.source]
+    ordered = lax.optimization_barrier(permute_rows(hidden.reshape(-1, weights.k), weights.cols))
     # With a scale for each row, whose place in the window differs, that multiplication is left to the gather.
     dtype = jnp.bfloat16 if row_scale is None else jnp.float32
-    out = _gemm(grouped, routing.first_group, window, routing, weights, None, dtype, config, interpret)
-    out = out[routing.place, :, routing.rank]
+    out = _gemm(ordered[:, routing.source], routing.first_group, routing, weights, None, dtype, config, interpret)
+    out = routing.of_grouped(out)
     return out if row_scale is None else round_to(out * row_scale[..., None], jnp.bfloat16)
-
-
-def _window(rows: int) -> int:
-    return 8 if rows <= 8 else 16
 
 
 def _check(
@@ -200,7 +209,6 @@ def _check(
 def _gemm(
     rows: jax.Array,
     first_group: jax.Array,
-    window: int,
     routing: Plan,
     weights: PackedWeights,
     row_scale: jax.Array | None,
@@ -220,7 +228,7 @@ def _gemm(
     row_groups = tile_rows // WGMMA_ROWS  # warpgroups beside each other along the rows of a tile
     k_groups = CONSUMERS // row_groups
     words_each = WORDS // k_groups
-    stages, num_ctas = config.stages, config.num_ctas
+    window, stages, num_ctas = routing.window, config.stages, config.num_ctas
     chunk_k = cols * BLOCK
     strided = plgpu.Layout.WG_STRIDED((min(part, WGMMA_ROWS), window), vec_size=min(4, min(part, WGMMA_ROWS) * window // 128))
 
