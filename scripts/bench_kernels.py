@@ -31,7 +31,7 @@ from profiler_trace import run_kernels
 NAME = "bench_kernels.py"
 OPS = (
     *("blend_norm", "qk_rope", "decode_attention", "out_gate", "route", "quantize_rows", "nvfp4_gemm", "combine"),
-    *("grouped_conv", "lattice", "build_tree", "dense_gemm"),
+    *("grouped_conv", "lattice", "build_tree", "dense_gemm", "expert_gemm"),
 )
 
 
