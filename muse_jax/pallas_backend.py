@@ -26,7 +26,7 @@ from muse_jax.nvfp4 import NVFP4Weight
 from muse_jax.ops import GateFactors, NVFP4Rows
 from muse_jax.sharding import ShardingConfig
 from muse_jax.tree import Tree
-from pallas_kernels import compat
+from pallas_kernels import compat, expert_gemm
 from pallas_kernels.blend_norm import BlendNorm, blend_norm
 from pallas_kernels.build_tree import build_tree
 from pallas_kernels.combine import Combine, combine, row_squares
@@ -104,7 +104,7 @@ class Pallas(Backend):
         return _map_values(store, specs, params)
 
     def fuses_experts(self, weight: Any) -> bool:
-        return isinstance(weight, PackedWeights)
+        return isinstance(weight, PackedWeights) or (isinstance(weight, jax.Array) and weight.dtype == jnp.bfloat16)
 
     # ------------------------------------------------------------------------------------------------------------ GEMMs
 
@@ -209,19 +209,21 @@ class Pallas(Backend):
         """What `expert_gate_up` and `expert_down` need of the routing. NotImplementedError: for more rows than they take."""
         return plan(idx, num_experts)
 
-    def expert_gate_up(self, x: jax.Array | NVFP4Rows, routing: Plan, weights: PackedWeights) -> jax.Array:
+    def expert_gate_up(self, x: jax.Array | NVFP4Rows, routing: Plan, weights: PackedWeights | jax.Array) -> jax.Array:
         """silu(gate) up of each routed row, rounded. x: [R, M]. Returns [R, top_k, F of the weights]."""
-        stages = {128: 4, 64: 6}[weights.tile_rows]
+        if isinstance(weights, jax.Array):
+            return expert_gemm.gate_up(x, routing, weights, **self._gemm(expert_gemm.fitting(weights.shape[-1])))
         x, row_scale = _decoded(x)
-        return gate_up(x, routing, weights, row_scale, **self._gemm(stages))
+        return gate_up(x, routing, weights, row_scale, **self._gemm(GemmConfig({128: 4, 64: 6}[weights.tile_rows])))
 
-    def expert_down(self, hidden: jax.Array | NVFP4Rows, routing: Plan, weights: PackedWeights) -> jax.Array:
+    def expert_down(self, hidden: jax.Array | NVFP4Rows, routing: Plan, weights: PackedWeights | jax.Array) -> jax.Array:
         """Each routed row's down projection, rounded. hidden: [R, top_k, F]. Returns [R, top_k, M of the weights]."""
+        if isinstance(weights, jax.Array):
+            return expert_gemm.down(hidden, routing, weights, **self._gemm(expert_gemm.fitting(weights.shape[-1])))
         hidden, row_scale = _decoded(hidden)
-        return down(hidden, routing, weights, row_scale, **self._gemm(stages=6))
+        return down(hidden, routing, weights, row_scale, **self._gemm(GemmConfig(stages=6)))
 
-    def _gemm(self, stages: int) -> dict[str, Any]:
-        config = GemmConfig(stages=stages)
+    def _gemm(self, config: GemmConfig | expert_gemm.Config) -> dict[str, Any]:
         if self.interpreted:
             config = dataclasses.replace(config, num_ctas=_INTERPRETED_CTAS)
         return {"config": config, "interpret": self.interpret}

@@ -98,13 +98,17 @@ class ShardedExperts:
             return self._rows_fused(pooled, idx, gate_up, down, ranks)
 
         if self.backend.fuses_experts(gate_up) and self.backend.fuses_experts(down):
-            return self.backend.choose("nvfp4_gemm", fused, in_blocks)
+            return self.backend.choose("expert_gemm" if isinstance(gate_up, jax.Array) else "nvfp4_gemm", fused, in_blocks)
         return in_blocks()
+
+    def _quantizes(self, weight: ExpertWeight) -> bool:
+        """Whether what meets these weights is quantised: not where they are plain."""
+        return self.activations == "nvfp4" and not isinstance(weight, jax.Array)
 
     def _rows_fused(
         self, pooled: jax.Array, idx: jax.Array, gate_up: ExpertWeight, down: ExpertWeight, ranks: Ranks
     ) -> list[jax.Array]:
-        backend, quantized = self.backend, self.activations == "nvfp4"
+        backend, quantized = self.backend, self._quantizes(gate_up)
         routing = backend.plan_experts(idx, self.config.num_local_experts)
         x = backend.quantize_rows(pooled) if quantized else pooled
         hidden = ranks.run(backend.expert_gate_up, x, routing, _split(gate_up, ranks, 2))
@@ -116,7 +120,7 @@ class ShardedExperts:
         self, pooled: jax.Array, blocks: Blocks, gate_up: ExpertWeight, down: ExpertWeight, ranks: Ranks
     ) -> list[jax.Array]:
         top_k = blocks.place.shape[1]
-        quantized = self.activations == "nvfp4" and not isinstance(gate_up, jax.Array)
+        quantized = self._quantizes(gate_up)
 
         def first(pooled, blocks: Blocks, gate_up: ExpertWeight) -> jax.Array:
             def block(source: jax.Array, expert_idx: jax.Array) -> jax.Array:

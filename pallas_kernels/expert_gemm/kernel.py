@@ -34,7 +34,7 @@ BARRIERS = 1024  # bytes of shared memory left to them
 class Config:
     """How a kernel runs.
 
-    chunk: columns of a stage, a multiple of 64.  stages: of the ring; None: as many as there is shared memory for.
+    chunk: columns of a stage, a multiple of 64 that divides K.  stages: of the ring; None: as many as shared memory holds.
     num_ctas: one for each SM; 132 on H100 and H200.
     """
 
@@ -71,8 +71,13 @@ def down(hidden: jax.Array, routing: Plan, weights: jax.Array, config: Config = 
     if weights.ndim != 3:
         raise ValueError(f"weights have shape {weights.shape}: [E, N, K] is possible")
     _check("hidden", hidden, (*routing.place.shape, weights.shape[-1]), weights)
-    out = _gemm(routing.grouped(hidden), routing.first_group, routing, weights[:, None], config, interpret)
-    return routing.of_grouped(out)
+    grouped = hidden.reshape(-1, weights.shape[-1])[routing.source]
+    return routing.of_grouped(_gemm(grouped, routing.first_group, routing, weights[:, None], config, interpret))
+
+
+def fitting(k: int) -> Config:
+    """A config for matrices with K columns, on a GPU of 132 SMs."""
+    return Config() if k % Config.chunk == 0 else Config(chunk=SWIZZLE_COLS)
 
 
 def _check(name: str, x: jax.Array, shape: tuple[int, ...], weights: jax.Array) -> None:

@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 
 from muse_jax import ops
-from muse_jax.config import MUSE_SPARK_OPEN
+from muse_jax.backends import XLA
+from muse_jax.config import MUSE_SPARK_OPEN, TINY
 from muse_jax.layout import packed_tensors
 from muse_jax.numerics import SERVING
+from muse_jax.pallas_backend import Pallas
+from muse_jax.sharded_experts import ShardedExperts
+from muse_jax.sharding import ONE_DEVICE
 from pallas_kernels import compat
-from pallas_kernels.expert_gemm import Config, down, gate_up, reference, shapes
+from pallas_kernels.expert_gemm import Config, down, fitting, gate_up, reference, shapes
 from pallas_kernels.nvfp4_gemm import plan
 
 KERNELS = {"gate_up": gate_up, "down": down}
@@ -144,6 +148,48 @@ def test_kernels_say_what_is_wrong():
     refused(ValueError, "1 stages of 36864 bytes: 2 to 6", stages=1)
     refused(ValueError, "7 stages of 36864 bytes: 2 to 6", stages=7)
     refused(ValueError, "at least one CTA", num_ctas=0)
+
+
+def test_fitting():
+    assert fitting(4096) == Config() == shapes.CONFIGS[0]
+    assert fitting(192) == Config(chunk=64)
+
+
+# ------------------------------------------------------------------------------------------------------------ the model
+
+
+@pytest.mark.parametrize(
+    ("rows", "hidden", "path"),
+    [
+        pytest.param(3, 128, "pallas", marks=interpreted),
+        (17, 128, "xla (17 rows, more than 16)"),
+        (3, 96, "xla (matrices [64, 96]: multiples of 64 are possible)"),
+    ],
+)
+def test_layers_with_plain_experts(rng, rows, hidden, path):
+    """`backend="pallas"` beside "xla". Quantised activations are for NVFP4 weights: here they change nothing."""
+    config = dataclasses.replace(TINY, moe_hidden_size=hidden, moe_intermediate_size=64, num_local_experts=4)
+    config = dataclasses.replace(config, num_experts_per_tok=2)
+    matrices = _normal(rng, 4, 2, 64, hidden) / 8, _normal(rng, 4, hidden, 64) / 8
+    x, idx = _normal(rng, rows, hidden), _routing(rng, rows, 2, 4)
+    args = jax.block_until_ready((x, idx, jnp.full((rows, 2), 0.5, jnp.float32), *matrices, _normal(rng, hidden)))
+
+    def run(backend, activations):
+        experts = ShardedExperts(config, SERVING, jnp.dtype(BF16), activations, ONE_DEVICE, backend)
+        return np.asarray(jax.block_until_ready(experts(*args)))
+
+    backend = Pallas(interpreted=True)
+    out = run(backend, "bf16")
+    assert backend.paths["expert_gemm"] == [path]
+    np.testing.assert_array_equal(run(backend, "nvfp4"), out)
+    assert "quantize_rows" not in backend.paths
+    expected, out = (y.astype(np.float64) for y in (run(XLA, "bf16"), out))
+    assert np.sqrt(np.mean((out - expected) ** 2)) <= 2.0**-8 * np.sqrt(np.mean(expected**2))
+
+
+def test_only_bf16_experts_are_fused():
+    assert Pallas().fuses_experts(jnp.zeros((4, 64, 64), BF16))
+    assert not Pallas().fuses_experts(jnp.zeros((4, 64, 64), jnp.float32))
 
 
 def test_shapes_are_those_of_a_rank():
