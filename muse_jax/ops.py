@@ -318,6 +318,7 @@ def experts_dense(
 
 
 _FEW_ROWS = 32  # rows of one step: a token, or a tree
+_CHUNK = 8  # experts of a step on a GPU: enough to keep an H200 busy, and few to run in vain at the end
 _FEW_ROUTED = 512  # routed rows up to which counting is quick; XLA compiles running sums and a scatter for each layer anew
 
 
@@ -327,32 +328,48 @@ def experts(
     """Each row through its own experts only. Arguments and result are those of `experts_dense`.
 
     Routed rows are cut into blocks that belong to one expert each, so that a block is two small GEMMs with that expert's
-    matrices and no matrix is copied per row. NVFP4 weights are decoded within a block.
+    matrices and no matrix is copied per row. NVFP4 weights are decoded within a block, or a chunk of them.
     """
     (rows, top_k), num_experts = idx.shape, gate_up.shape[0]
+    weights = gate_up, down
 
-    def one_block(x_block: jax.Array, expert_idx: jax.Array) -> jax.Array:
-        return expert(x_block, *of_expert((gate_up, down), expert_idx), numerics, activations)
+    def one_block(x_block: jax.Array, weights: tuple[ExpertWeight, ExpertWeight]) -> jax.Array:
+        return expert(x_block, *weights, numerics, activations)
+
+    def one_token() -> jax.Array:  # its experts are distinct, there is nothing to sort
+        return jnp.stack([one_block(x, of_expert(weights, idx[0, k])) for k in range(top_k)], axis=1)
+
+    def in_blocks(chunked: bool = False) -> jax.Array:
+        blocks = Blocks.create(idx, num_experts, chunked=chunked)
+        return blocks.run(lambda source, weights: one_block(x[lax.div(source, jnp.int32(top_k))], weights), weights)
 
     if rows <= _FEW_ROWS and rows * top_k >= 2 * num_experts:
         # About every expert has a row, so all weights are read anyhow, and few rows cost little: two GEMMs in place of a
         # loop over blocks (16 rows, 4 of 16 experts, two CPU cores: 0.3 ms against 0.5-0.8 ms).
         return experts_dense(x, idx, gate_up, down, numerics, activations)
-    if rows == 1:  # one token: its experts are distinct, there is nothing to sort
-        out = [one_block(x, idx[0, k]) for k in range(top_k)]
-        return jnp.stack(out, axis=1)
-    blocks = Blocks.create(idx, num_experts)
-    return blocks.run(lambda source, expert_idx: one_block(x[lax.div(source, jnp.int32(top_k))], expert_idx))
+    return few_on_gpu(rows, functools.partial(in_blocks, chunked=True), one_token if rows == 1 else in_blocks)
+
+
+def few_on_gpu(rows: int, few: Callable[[], Any], others: Callable[[], Any]) -> Any:
+    """few() where a program for a GPU runs a step of so few rows, else others(): two forms of one result.
+
+    Blocks of few rows, one after the other, leave most of a GPU idle; a CPU is faster with them. The platform is known when a
+    program is lowered: both forms are traced, one is lowered and compiled.
+    """
+    return lax.platform_dependent(cuda=few, rocm=few, default=others) if rows <= _FEW_ROWS else others()
 
 
 def of_expert(weights: Any, expert_idx: jax.Array) -> Any:
-    """One expert's part of stacked weights, or of several of them; packed ones are unpacked."""
+    """One expert's part of stacked weights, or of several of them; packed ones are unpacked.
+
+    expert_idx: int32, an expert; or [n], for the parts of n experts side by side.
+    """
+    several = expert_idx.ndim > 0
 
     def of_one(weight: ExpertWeight) -> jax.Array | NVFP4Weight:
-        if isinstance(weight, (jax.Array, NVFP4Weight)):
-            return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, expert_idx, keepdims=False), weight)
-        part = jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, expert_idx), weight)
-        return jax.tree.map(lambda leaf: leaf[0], unpacked(part))
+        part = jax.tree.map(lambda x: x[expert_idx] if several else lax.dynamic_index_in_dim(x, expert_idx), weight)
+        part = part if isinstance(weight, (jax.Array, NVFP4Weight)) else unpacked(part)
+        return part if several else jax.tree.map(lambda x: lax.squeeze(x, [0]), part)
 
     return jax.tree.map(of_one, weights, is_leaf=lambda x: not isinstance(x, tuple))
 
@@ -371,21 +388,29 @@ class Blocks:
     """Routed rows (row r's slot k is routed row r * top_k + k) in the order of experts and cut into blocks of one expert each.
 
     Shapes are fixed: the number of blocks is the most that any routing can need.
+
+    In chunks, a block has room for every row, so that each chosen expert has one, and a step runs several blocks as batched
+    GEMMs, whose batch is the experts. How many does not depend on the number of experts held: these GEMMs have one shape on
+    every device in every layout, and which experts share a batch makes no difference to any of them.
     """
 
-    source: jax.Array  # [blocks, rows of a block] int32: the routed row in each place; anything in a place left over
-    expert: jax.Array  # [blocks] int32
+    source: jax.Array  # [steps, (blocks of a step,) rows of a block] int32: the routed row in each place; anything if left over
+    expert: jax.Array  # [steps, (blocks of a step)] int32; of blocks left over, that of the last used
     place: jax.Array  # [R, top_k] int32: the place of each routed row, in all blocks; beyond them, of an expert not held
-    used: jax.Array  # int32: blocks that hold a row
+    used: jax.Array  # int32: steps that hold a row
     all_held: bool
 
     @classmethod
-    def create(cls, idx: jax.Array, num_experts: int, held: tuple[jax.Array, int] | None = None) -> Blocks:
+    def create(
+        cls, idx: jax.Array, num_experts: int, held: tuple[jax.Array, int] | None = None, chunked: bool = False
+    ) -> Blocks:
         """idx: [R, top_k], expert ids.  held: first and number of the experts to run; None: all."""
         routed = idx.size
         first, num_held = (jnp.int32(0), num_experts) if held is None else held
-        block = _block_rows(routed, num_experts)
+        block = len(idx) if chunked else _block_rows(routed, num_experts)
         num_blocks = (routed + min(num_held, routed) * (block - 1)) // block
+        at_once = min(_CHUNK, num_experts, routed) if chunked else 1
+        num_blocks += -num_blocks % at_once
         rows, held_idx = jnp.arange(routed, dtype=jnp.int32), jnp.arange(num_held, dtype=jnp.int32)
         expert_of = idx.reshape(routed) - first
 
@@ -410,32 +435,45 @@ class Blocks:
             source = sum_rows(jnp.where(places[:, None] == place[None, :], rows[None, :], 0))
         else:
             source = jnp.zeros_like(places).at[place].set(rows, mode="drop", unique_indices=held is None)
-        block_idx = jnp.arange(num_blocks, dtype=jnp.int32)
+        block_idx = jnp.minimum(jnp.arange(num_blocks, dtype=jnp.int32), last_block[-1] - 1)
         expert = sum_rows(last_block[None, :] <= block_idx[:, None])
+        shape = (num_blocks // at_once, at_once) if chunked else (num_blocks,)
         return cls(
-            source=source.reshape(num_blocks, block),
-            expert=jnp.minimum(expert, num_held - 1),
+            source=source.reshape(*shape, block),
+            expert=expert.reshape(shape),
             place=place.reshape(idx.shape),
-            used=last_block[-1],
+            used=lax.div(last_block[-1] + (at_once - 1), jnp.int32(at_once)),
             all_held=held is None,
         )
 
-    def run(self, function: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
-        """function(routed rows of a block, its expert) -> [rows of a block, N], one block after the other.
+    def run(
+        self,
+        function: Callable[[jax.Array, Any], jax.Array],
+        weights: Any,
+        as_call: Callable[[Callable], Callable] = lambda step: step,
+    ) -> jax.Array:
+        """function(routed rows of a block, weights of its expert) -> [rows of a block, N], one step after the other.
 
+        Args:     weights: of all experts held, as `of_expert` takes them.  as_call: makes a call of a step.
         Returns:  [R, top_k, N]; garbage for rows of experts that are not held.
         """
-        num_blocks, block = self.source.shape
-        if self.all_held:
-            _, out = lax.scan(lambda _, inputs: (None, function(*inputs)), None, (self.source, self.expert))
-        else:  # most blocks may be empty
+        chunked = self.expert.ndim > 1
+        of_step = jax.vmap(function) if chunked else function
+
+        @as_call
+        def step(source: jax.Array, expert_idx: jax.Array) -> jax.Array:
+            return of_step(source, of_expert(weights, expert_idx))
+
+        if self.all_held and not chunked:
+            _, out = lax.scan(lambda _, inputs: (None, step(*inputs)), None, (self.source, self.expert))
+        else:  # most steps may be empty
 
             def body(i: jax.Array, out: jax.Array) -> jax.Array:
-                return out.at[i].set(function(self.source[i], self.expert[i]))
+                return lax.dynamic_update_index_in_dim(out, step(self.source[i], self.expert[i]), i, 0)
 
-            shape = jax.eval_shape(function, self.source[0], self.expert[0])
-            out = lax.fori_loop(0, self.used, body, jnp.zeros((num_blocks, *shape.shape), shape.dtype))
-        return out.reshape(num_blocks * block, -1)[self.place]
+            shape = jax.eval_shape(step, self.source[0], self.expert[0])
+            out = lax.fori_loop(0, self.used, body, jnp.zeros((len(self.source), *shape.shape), shape.dtype))
+        return out.reshape(self.source.size, -1)[self.place]
 
 
 def _block_rows(routed: int, num_experts: int) -> int:

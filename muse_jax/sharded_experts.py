@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -90,7 +91,7 @@ class ShardedExperts:
         """Pieces [R, top_k, M / 8] of each routed row's down projection, rounded. held: as in `Blocks.create`."""
 
         def in_blocks() -> list[jax.Array]:
-            return self._rows_in_blocks(pooled, Blocks.create(idx, self.config.num_local_experts, held), gate_up, down, ranks)
+            return self._rows_in_blocks(pooled, idx, gate_up, down, ranks, held)
 
         def fused() -> list[jax.Array]:
             if held is not None:
@@ -117,34 +118,48 @@ class ShardedExperts:
         return ranks.run(backend.expert_down, hidden, routing, _split(down, ranks, 1))
 
     def _rows_in_blocks(
-        self, pooled: jax.Array, blocks: Blocks, gate_up: ExpertWeight, down: ExpertWeight, ranks: Ranks
+        self,
+        pooled: jax.Array,
+        idx: jax.Array,
+        gate_up: ExpertWeight,
+        down: ExpertWeight,
+        ranks: Ranks,
+        held: tuple[jax.Array, int] | None,
     ) -> list[jax.Array]:
-        top_k = blocks.place.shape[1]
+        num_rows, top_k = idx.shape
         quantized = self._quantizes(gate_up)
 
-        def first(pooled, blocks: Blocks, gate_up: ExpertWeight) -> jax.Array:
-            def block(source: jax.Array, expert_idx: jax.Array) -> jax.Array:
+        # A step is a call of its own, so that XLA for CPU does not widen all experts at once before the loop.
+        def first(blocks: Blocks, pooled, gate_up: ExpertWeight) -> jax.Array:
+            def block(source: jax.Array, gate_up: ExpertWeight) -> jax.Array:
                 x = jax.tree.map(lambda x: x[lax.div(source, jnp.int32(top_k))], pooled)
-                hidden = ops.expert_linear(x, ops.of_expert(gate_up, expert_idx), self.activations)
+                hidden = ops.expert_linear(x, gate_up, self.activations)
                 return ops.swiglu(hidden[:, 0], hidden[:, 1], self.numerics, self.dtype)
 
-            return blocks.run(ranks.isolate(block))
+            return blocks.run(block, gate_up, ranks.isolate)
 
-        def second(hidden, blocks: Blocks, down: ExpertWeight) -> jax.Array:
+        def second(blocks: Blocks, hidden, down: ExpertWeight) -> jax.Array:
             hidden = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), hidden)
 
-            def block(source: jax.Array, expert_idx: jax.Array) -> jax.Array:
+            def block(source: jax.Array, down: ExpertWeight) -> jax.Array:
                 x = jax.tree.map(lambda x: x[source], hidden)
-                return round_to(ops.expert_linear(x, ops.of_expert(down, expert_idx), self.activations), self.dtype)
+                return round_to(ops.expert_linear(x, down, self.activations), self.dtype)
 
-            return blocks.run(ranks.isolate(block))
+            return blocks.run(block, down, ranks.isolate)
 
-        # A block is a call of its own, so that XLA for CPU does not widen all experts at once before the loop.
+        # Both are for all ranks, and XLA drops the one that is not used.
+        cut = functools.partial(Blocks.create, idx, self.config.num_local_experts, held)
+        blocks, chunks = cut(), cut(chunked=True)
+
+        def run(function: Callable, x, weights: list[ExpertWeight]) -> list[jax.Array]:
+            few, others = (functools.partial(ranks.run, function, form, x, weights) for form in (chunks, blocks))
+            return ops.few_on_gpu(num_rows, few, others)
+
         x = self.backend.quantize_rows(pooled) if quantized else pooled
-        hidden = ranks.run(first, x, blocks, _split(gate_up, ranks, 2))
+        hidden = run(first, x, _split(gate_up, ranks, 2))
         with jax.named_scope("moe.hidden"):
             hidden = self._exchange_quantized(hidden, ranks) if quantized else ranks.gather(hidden, -1)
-        return ranks.run(second, hidden, blocks, _split(down, ranks, 1))
+        return run(second, hidden, _split(down, ranks, 1))
 
     def _total_squares(self, rows: list[jax.Array], norm: list[jax.Array], ranks: Ranks) -> jax.Array:
         """The sum of squares of each scaled row, [R, top_k, 1] fp32. rows, norm: pieces of the rows and of their weight."""
