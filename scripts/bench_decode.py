@@ -433,8 +433,8 @@ def print_result(result: dict[str, Any]) -> None:
         faster = f", {gained[name]:.2f} times as fast as {gained['over']}" if name in gained else ""
         print(
             f"{result['backend']:<12} {name:<7} {each['ms']:9.3f} ms (min {each['min_ms']:.3f}, max {each['max_ms']:.3f}; "
-            f"alone {each['alone_ms']:.3f}), {each['bytes'] / 1e9:.3f} GB, {each['bandwidth_share']:.1%} of the bandwidth{faster}, "
-            f"compiled in {each['compile_s']:.1f} s"
+            f"alone {each['alone_ms']:.3f}), {each['bytes'] / 1e9:.3f} GB, {each['bandwidth_share']:.1%} of the bandwidth"
+            f"{faster}, compiled in {each['compile_s']:.1f} s"
         )
         if each["launches"] is not None:
             print(
