@@ -111,6 +111,7 @@ class Answer:
             "speculation": None if muse is None else str(muse.model.speculation),
             "tree_size": muse.model.num_rows if drafted else None,
             "backend": None if muse is None else muse.backend,
+            "paths": None if muse is None else muse.model.module.backend.paths,
             "devices": None if muse is None else 1 if muse.mesh is None else muse.mesh.size,
         }
 
@@ -254,6 +255,8 @@ def write_answer(args: argparse.Namespace, answer: Answer, interrupts: Interrupt
     end_line(answer)
     if args.verbose and speaks(args):
         note(f"start-up: {clock}")
+        for line in describe_paths(muse.model.module.backend.paths):
+            note(line)
     if generation.accepted and (args.json or args.verbose):  # compiles the draft on its own
         answer.seconds_draft = generation.draft_seconds()
         interrupts.check()
@@ -344,6 +347,11 @@ def describe(muse: Muse) -> str:
         f"numerics {module.numerics.name}, {module.dtype}, {draft}, "
         f"compilation cache {jax.config.jax_compilation_cache_dir or 'off'}"
     )
+
+
+def describe_paths(paths: dict[str, list[str]]) -> list[str]:
+    """A line for each operation that has a kernel: what ran it, in prefill or steps, and why if that was not the kernel."""
+    return [f"{op}: {', '.join(each)}" for op, each in paths.items()]
 
 
 # --------------------------------------------------------------------------------------------------------------- prompt
@@ -575,7 +583,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--chain", nargs="?", choices=CHAINS, const="greedy", help=CHAIN_HELP)
     add("--numerics", choices=("serving", "hf"), default="serving", help="where values are rounded; hf: as transformers does")
     add("--dtype", choices=("bfloat16", "float32"), help="of the weights (default: the checkpoint's, on a CPU float32)")
-    add("--backend", default="auto", help="implementation of a step (default: auto)")
+    add("--backend", default="auto", metavar="NAME", help="implementation of a step: xla, pallas or auto (default: auto)")
     add("--activations", choices=("bf16", "nvfp4"), default="bf16", help="what GEMMs of NVFP4 experts read (default: bf16)")
     add("--devices", type=positive_int, metavar="N", help="share the work among N devices; virtual ones on a CPU")
     moe_help = "what of the experts a device has: part of every matrix's rows, some experts, all (default: n)"

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from checkpoints.hf import save_draft, save_hf
+from muse_jax.backends import BACKENDS, XLA
 from muse_jax.config import ModelConfig
 from muse_jax.draft_config import DraftConfig
 from muse_jax.layout import parameter_tree, text_tensors
@@ -43,7 +44,7 @@ KEYS = {
         "seconds_step",
         "seconds_draft",
     ),
-    *("seconds_verify", "speculation", "tree_size", "backend", "devices"),
+    *("seconds_verify", "speculation", "tree_size", "backend", "paths", "devices"),
 }
 PROMPT = "Ann has 3 pens.\nShe buys"
 SAMPLED = ("--temperature", "0.9", "--seed", "7", "--max-new-tokens", "12")
@@ -365,6 +366,32 @@ def test_sample_question_in_chat_form_is_streamed(model_dir, monkeypatch, capsys
     assert generate.SAMPLE_QUESTION in errors and "start-up: imports" in errors
 
 
+def test_backends_and_what_ran_each_operation(monkeypatch, capsys):
+    """The bundled model is too small for kernels: it is said of each why it did not run."""
+
+    def answer(backend: str) -> tuple[dict, list[str]]:
+        settings = ("--prompt", PROMPT, "--max-new-tokens", "4", "--json", "--verbose", "--dtype", "bfloat16")
+        assert run(monkeypatch, *settings, "--backend", backend) == 0
+        out, errors = capsys.readouterr()
+        assert f"backend {backend}, " in errors
+        return split_json(out)[1], [line.removeprefix("generate.py: ") for line in errors.splitlines()]
+
+    (xla, quiet), (pallas, lines) = answer("xla"), answer("pallas")
+    assert (xla["backend"], pallas["backend"], pallas["tokens"]) == ("xla", "pallas", xla["tokens"])
+    assert xla["paths"] == {} and not any(line.startswith("route: ") for line in quiet)
+    assert {"blend_norm", "decode_attention", "grouped_conv", "out_gate", "qk_rope", "route"} <= set(pallas["paths"])
+    for op, paths in pallas["paths"].items():
+        assert lines.count(f"{op}: {', '.join(paths)}") == 1
+    assert pallas["paths"]["route"] == ["xla (route: 16 experts; multiples of 128 are possible)"]
+
+
+def test_help_names_the_backends(capsys):
+    with pytest.raises(SystemExit):
+        generate.main(["--help"])
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "--backend" in line)
+    assert all(name in line for name in (*BACKENDS, "auto"))
+
+
 def test_chat_renders_the_template_with_what_was_given(model_dir):
     tokenizer = Tokenizer.from_directory(model_dir)
     muse = types.SimpleNamespace(tokenizer=tokenizer)
@@ -487,7 +514,7 @@ def finished(accepted: list[int]) -> generate.Answer:
     )
     muse = types.SimpleNamespace(
         draft_config=object(),
-        model=types.SimpleNamespace(speculation="sampled_chain", num_rows=16),
+        model=types.SimpleNamespace(speculation="sampled_chain", num_rows=16, module=types.SimpleNamespace(backend=XLA)),
         backend="xla",
         mesh=None,
     )
