@@ -154,7 +154,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--checkpoint", type=directory, default=BUNDLED, metavar="DIR", help="model (default: the bundled one)")
     add("--out", type=Path, default=Path("step.trace.json.gz"), metavar="FILE", help="(default: step.trace.json.gz)")
     add("--devices", type=positive_int, metavar="N", help="share the work among N devices; virtual ones on a CPU")
-    add("--backend", default="auto", help="as of generate.py (default: auto)")
+    add("--backend", default="auto", metavar="NAME", help="implementation of a step: xla, pallas or auto (default: auto)")
     add("--dtype", choices=("bfloat16", "float32"), help="of the weights (default: the checkpoint's, on a CPU float32)")
     add("--speculation", choices=("tree", "chain", "off"), default="tree", help="what a step verifies (default: tree)")
     add("--tree-size", type=tree_size, default=16, metavar="N", help="nodes of the tree (default: 16)")

@@ -388,8 +388,8 @@ def test_backends_and_what_ran_each_operation(monkeypatch, capsys):
 def test_help_names_the_backends(capsys):
     with pytest.raises(SystemExit):
         generate.main(["--help"])
-    (line,) = (line for line in capsys.readouterr().out.splitlines() if "--backend" in line)
-    assert all(name in line for name in (*BACKENDS, "auto"))
+    text = capsys.readouterr().out.split("  --backend ")[1].split("  --")[0]
+    assert all(name in text for name in (*BACKENDS, "auto"))
 
 
 def test_chat_renders_the_template_with_what_was_given(model_dir):

@@ -1,5 +1,7 @@
 """The bundled model on an NVIDIA GPU: what CPU tests cannot see. Figures of a run are in BENCHMARKS.md."""
 
+import dataclasses
+import sys
 from pathlib import Path
 
 import jax
@@ -7,8 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+sys.path.append(str(Path(__file__).resolve().parent))  # of pallas_steps
+
+import pallas_steps
+
 import muse_jax
 from muse_jax import decoding
+from muse_jax.backends import XLA, resolve_backend
 
 pytestmark = pytest.mark.gpu
 
@@ -95,3 +102,45 @@ def test_decode_step_moves_nothing_between_host_and_device(prompt):
     with jax.transfer_guard("disallow"):
         state, out = muse.decode(state)
         jax.block_until_ready(out)
+
+
+def small_case(name: str) -> pallas_steps.Case:
+    """A case of `pallas_steps`; that of the draft with experts in NVFP4, as all others."""
+    case = pallas_steps.CASES[name]
+    return dataclasses.replace(case, config=dataclasses.replace(case.config, nvfp4_layers=(1,)))
+
+
+@pytest.mark.parametrize("name", pallas_steps.CASES)
+def test_a_step_of_kernels_is_as_exact_as_that_of_xla(name):
+    """Small random models whose shapes kernels take; as test_pallas_backend.py does it interpreted."""
+    backend = resolve_backend("pallas", "gpu")
+    result = pallas_steps.compare(small_case(name), backend)
+    assert all("pallas" in paths for paths in backend.paths.values()), backend.paths
+    for part, error in result["xla"].items():
+        assert error <= 0.15
+        assert result["ours"][part] <= 2 * error and result["between"][part] <= 2 * error, (part, result)
+
+
+def test_kernels_decode_with_a_draft():
+    """20 tokens, draft, tree and commit included; each token is the likeliest, or as good as that, for plain XLA in fp32."""
+    case = small_case("draft")
+    backend = resolve_backend("pallas", jax.default_backend())
+    model = pallas_steps.make_model(case, backend, pallas_steps.BF16)
+    state, step = pallas_steps.make_state(model, case.lengths), jax.jit(decoding.decode, donate_argnames="state")
+    tokens: list[int] = []
+    while len(tokens) < 20:
+        before = int(state.length[0])
+        state, out = step(model, state)
+        count = int(out.count[0])
+        assert 1 <= count <= case.rows and int(state.length[0]) == before + count
+        tokens += out.tokens[0, :count].tolist()
+    assert min(tokens) >= 0
+    exact = pallas_steps.make_model(dataclasses.replace(case, draft=None), XLA, pallas_steps.FP32)
+    state = pallas_steps.make_state(exact, case.lengths)
+    step = jax.jit(decoding.decode_and_trace)
+    for token in tokens:
+        state, _, (_, _, logits) = step(exact, state)
+        logits = np.asarray(logits[0, 0])
+        # An error of bf16 of 0.014 of a logit's size, at most five times that; of the best two, twice.
+        assert logits.max() - logits[token] <= 0.15 * logits.std()
+        state = dataclasses.replace(state, token=jnp.full_like(state.token, token))
