@@ -24,7 +24,6 @@ class MLPKind(enum.StrEnum):
 
 # HF constants that no config field carries (transformers 5.24.0, modeling_muse_spark.py).
 RESIDUAL_GATE_FLOOR = 1e-3
-ROUTER_RENORM_EPS = 1e-15
 NVFP4_BLOCK = 16  # values along a row that share a scale; half as many bytes
 
 _NUM_LAYERS = 62

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
-import jax.numpy as jnp
-from jax import lax
+from pallas_kernels.numerics import fp32 as fp32
+from pallas_kernels.numerics import product as product
+from pallas_kernels.numerics import round_to as round_to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,27 +40,3 @@ _EVERY_POINT = {field.name: True for field in dataclasses.fields(Numerics) if fi
 HF = Numerics(name="hf", **_EVERY_POINT)
 SERVING = Numerics(name="serving", **dict.fromkeys(_EVERY_POINT, False))
 NUMERICS = {numerics.name: numerics for numerics in (HF, SERVING)}
-
-
-def round_to(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """Rounds fp32 values to `dtype` (bfloat16 or float32), nearest-even.
-
-    The rounding is forced: XLA may drop a plain fp32 -> bf16 -> fp32 pair (xla_allow_excess_precision).
-    """
-    if dtype == jnp.bfloat16:
-        x = lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
-    return x.astype(dtype)
-
-
-def product(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x y, rounded on its own where it is a term of a sum.
-
-    A compiler may contract a product and a sum to one rounding (XLA does on CPUs and GPUs), and of two products that are
-    added it takes either, depending on the code around them. A comparison between the two keeps it from that.
-    """
-    xy = x * y
-    return lax.select(xy == xy, xy, lax.full_like(xy, jnp.nan))
-
-
-def fp32(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32)

@@ -1,5 +1,7 @@
 """The operations of a decoder layer in plain jnp: the reference of every backend.
 
+Those with one rounding only are the references of their kernels, in `pallas_kernels`; the others have `Numerics`.
+
 Arrays between operations have the model's dtype (bfloat16 or float32) unless a name or docstring says fp32. Matrices are
 [out, in] as in the checkpoint. `Numerics` says where to round; `round_to` does it.
 """
@@ -8,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Union
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,27 +19,17 @@ import numpy as np
 from jax import lax
 
 from muse_jax import nvfp4
-from muse_jax.config import RESIDUAL_GATE_FLOOR, ROUTER_RENORM_EPS, ModelConfig
+from muse_jax.config import RESIDUAL_GATE_FLOOR, ModelConfig
 from muse_jax.numerics import Numerics, fp32, product, round_to
 from muse_jax.nvfp4 import NVFP4Weight
+from pallas_kernels.dense_gemm.reference import dense as linears  # noqa: F401
+from pallas_kernels.grouped_conv.reference import grouped_conv as grouped_conv
+from pallas_kernels.lattice.reference import lattice as lattice
+from pallas_kernels.numerics import linear, rms
+from pallas_kernels.nvfp4_gemm.packing import PackedWeights
+from pallas_kernels.route import reference as route_reference
 
 # ---------------------------------------------------------------------------------------------------------------- GEMMs
-
-
-def linear(x: jax.Array, weight_oi: jax.Array) -> jax.Array:
-    """x W^T with fp32 accumulation.
-
-    Args:     x: [..., in].  weight_oi: [out, in], same dtype.
-    Returns:  [..., out] fp32, not rounded.
-    """
-    # HIGHEST: float32 operands may otherwise go through TF32 on a GPU. It changes nothing for bfloat16.
-    contract = (((x.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(x, weight_oi, contract, lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
-
-
-def linears(x: jax.Array, weights: Sequence[jax.Array], dtype: jnp.dtype) -> list[jax.Array]:
-    """x W^T for each matrix [out, in], rounded to `dtype`; to float32 there is no rounding."""
-    return [round_to(linear(x, weight), dtype) for weight in weights]
 
 
 def gated_linear(x: jax.Array, gate: jax.Array, up: jax.Array, numerics: Numerics) -> jax.Array:
@@ -46,12 +38,6 @@ def gated_linear(x: jax.Array, gate: jax.Array, up: jax.Array, numerics: Numeric
 
 
 # ---------------------------------------------------------------------------------------------------------------- norms
-
-
-def rms(x: jax.Array, eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) over the last axis, fp32."""
-    x = fp32(x)
-    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
 
 def one_plus(weight: jax.Array, numerics: Numerics) -> jax.Array:
@@ -223,10 +209,7 @@ def route(
     Returns:  idx [R, top_k] int32, best first, ties to the lowest id; weights [R, top_k] fp32, sum `scaling`.
     Rounding: fp32 throughout, no TF32.    Source: transformers 5.24.0, MuseSparkTopkRouter.
     """
-    scores = jax.nn.sigmoid(linear(fp32(x), router) * multiplier)
-    _, idx = lax.top_k(scores + bias[None, :], top_k)
-    chosen = jnp.take_along_axis(scores, idx, axis=-1)
-    return idx, chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + ROUTER_RENORM_EPS) * scaling
+    return route_reference.route(linear(fp32(x), router), bias, top_k, multiplier, scaling)
 
 
 def combine(rows: jax.Array, weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -234,10 +217,7 @@ def combine(rows: jax.Array, weights: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return round_to(jnp.sum(fp32(rows) * weights[..., None], axis=1), dtype)
 
 
-if TYPE_CHECKING:  # it takes a second to import, on top of JAX
-    from pallas_kernels.nvfp4_gemm import PackedWeights
-
-ExpertWeight = Union[jax.Array, NVFP4Weight, "PackedWeights"]
+ExpertWeight = jax.Array | NVFP4Weight | PackedWeights
 ACTIVATIONS = ("bf16", "nvfp4")  # of GEMMs with NVFP4 weights: W4A16 and W4A4
 
 
@@ -514,50 +494,6 @@ def combine_pieces(
     if chosen is None:
         return round_to(jnp.sum(weighted, axis=1), rows.dtype)
     return jnp.sum(jnp.where(chosen[..., None], weighted, 0.0), axis=1)
-
-
-# ------------------------------------------------------------------------------------------------------------------- draft
-
-
-def lattice(projected: jax.Array, before: jax.Array, rows: jax.Array, unary: jax.Array) -> jax.Array:
-    """Scores of every candidate after every candidate of the position before: unary_j + sum_r before_ir projected_r rows_jr.
-
-    Args:     projected: [B, P, R] fp32, of the hidden state of each position.  before, rows: [B, P, K, R], rows of codebooks
-              for the candidates of the position before and of the position.  unary: [B, P, K] fp32.
-    Returns:  [B, P, K before, K] fp32.
-    """
-    left = fp32(before) * projected[:, :, None, :]
-    return unary[:, :, None, :] + jnp.einsum("bpir,bpjr->bpij", left, fp32(rows), precision="highest")
-
-
-def grouped_conv(
-    z: jax.Array,
-    base: jax.Array,
-    coefficients: jax.Array,
-    residual: jax.Array | None,
-    *,
-    side: int,
-    block_size: int,
-    dtype: jnp.dtype,
-) -> jax.Array:
-    """Causal convolution over the rows of a block, with a kernel of its own per row and group of channels.
-
-    Args:     z: [B, T, D], T a multiple of block_size.  base: [2, taps, D].  coefficients: [B, T, 2, taps, groups] fp32, added
-              to `base` for channels in groups of D / groups.  residual: [B, T, D] fp32, added.  side: 0 or 1.
-    Returns:  [B, T, D], rounded to `dtype`. No tap reaches into another block.
-    """
-    batch, rows, channels = z.shape
-    taps, groups = coefficients.shape[3:]
-    # [B, blocks, rows of a block, groups, G]
-    x = fp32(z).reshape(batch, rows // block_size, block_size, groups, channels // groups)
-    kernel = fp32(base)[side].reshape(-1, 1, 1, 1, *x.shape[3:])
-    delta = coefficients[:, :, side].reshape(*x.shape[:3], taps, groups, 1)
-    out = jnp.zeros_like(x)
-    for tap in range(taps):
-        shifted = jnp.pad(x[:, :, : block_size - tap], ((0, 0), (0, 0), (tap, 0), (0, 0), (0, 0)))
-        out = out + product(kernel[tap] + delta[:, :, :, tap], shifted)
-    out = out.reshape(z.shape)
-    return round_to(out if residual is None else residual + out, dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------------- head

@@ -26,21 +26,23 @@ from muse_jax.nvfp4 import NVFP4Weight
 from muse_jax.ops import GateFactors, NVFP4Rows
 from muse_jax.sharding import ShardingConfig
 from muse_jax.tree import Tree
-from pallas_kernels import compat, expert_gemm
-from pallas_kernels.blend_norm import BlendNorm, blend_norm
-from pallas_kernels.build_tree import build_tree
-from pallas_kernels.combine import Combine, combine, row_squares
-from pallas_kernels.decode_attention import DecodeAttentionConfig, attend_linear, attend_ring
-from pallas_kernels.dense_gemm import Config as DenseConfig
-from pallas_kernels.dense_gemm import dense, fitting, swiglu
-from pallas_kernels.grouped_conv import grouped_conv
-from pallas_kernels.lattice import lattice
-from pallas_kernels.nvfp4_gemm import Config as GemmConfig
-from pallas_kernels.nvfp4_gemm import PackedWeights, Plan, down, gate_up, pack_weights, plan
-from pallas_kernels.out_gate import out_gate
-from pallas_kernels.qk_rope import qk_rope
-from pallas_kernels.quantize_rows import quantize_rows
-from pallas_kernels.route import Route, route
+from pallas_kernels import compat
+from pallas_kernels.blend_norm.kernel import BlendNorm, blend_norm
+from pallas_kernels.build_tree.kernel import build_tree
+from pallas_kernels.combine.kernel import Combine, combine, row_squares
+from pallas_kernels.decode_attention.kernel import DecodeAttentionConfig, attend_linear, attend_ring
+from pallas_kernels.dense_gemm.kernel import Config as DenseConfig
+from pallas_kernels.dense_gemm.kernel import dense, fitting, swiglu
+from pallas_kernels.expert_gemm import kernel as expert_gemm
+from pallas_kernels.grouped_conv.kernel import grouped_conv
+from pallas_kernels.lattice.kernel import lattice
+from pallas_kernels.nvfp4_gemm.kernel import Config as GemmConfig
+from pallas_kernels.nvfp4_gemm.kernel import Plan, down, gate_up, plan
+from pallas_kernels.nvfp4_gemm.packing import PackedWeights, pack_weights
+from pallas_kernels.out_gate.kernel import out_gate
+from pallas_kernels.qk_rope.kernel import qk_rope
+from pallas_kernels.quantize_rows.kernel import quantize_rows
+from pallas_kernels.route.kernel import Route, route
 
 _PIECE = 512  # values of a row that a warpgroup of the row kernels takes at a time
 _INTERPRETED_CTAS = 4  # in place of one for each SM
@@ -279,8 +281,7 @@ class Pallas(Backend):
 
     def build_tree(self, anchor: jax.Array, ids: jax.Array, log_probs: jax.Array, size: int) -> Tree:
         args = anchor, ids, log_probs, size
-        kernel = functools.partial(build_tree, *args, interpret=self.interpret)
-        return self.choose("build_tree", lambda: Tree(**kernel()._asdict()), lambda: tree.build(*args))
+        return self.choose("build_tree", lambda: build_tree(*args, interpret=self.interpret), lambda: tree.build(*args))
 
 
 @functools.partial(

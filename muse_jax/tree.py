@@ -9,29 +9,11 @@ Source: dflash2.md section 5.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-
 import jax
 import jax.numpy as jnp
-from jax import lax
 
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["token", "parent", "depth", "valid", "ancestors", "log_prob"],
-    meta_fields=[],
-)
-@dataclasses.dataclass(frozen=True)
-class Tree:
-    """B trees of N nodes."""
-
-    token: jax.Array  # [B, N] int32
-    parent: jax.Array  # [B, N] int32, 0 for the root and for slots that are not valid
-    depth: jax.Array  # [B, N] int32, position after the anchor's
-    valid: jax.Array  # [B, N] bool
-    ancestors: jax.Array  # [B, N, N] bool: [b, j, i] if i is j or an ancestor of j
-    log_prob: jax.Array  # [B, N] fp32, of the path to the node under the draft
+from pallas_kernels.build_tree.reference import Tree as Tree
+from pallas_kernels.build_tree.reference import build_tree as build  # noqa: F401
 
 
 def chain(anchor: jax.Array, tokens: jax.Array, log_probs: jax.Array) -> Tree:
@@ -46,56 +28,6 @@ def chain(anchor: jax.Array, tokens: jax.Array, log_probs: jax.Array) -> Tree:
         ancestors=_rows(nodes[None, :] <= nodes[:, None], batch),
         log_prob=jnp.pad(jnp.cumsum(log_probs, axis=1), ((0, 0), (1, 0))),
     )
-
-
-def build(anchor: jax.Array, ids: jax.Array, log_probs: jax.Array, size: int) -> Tree:
-    """The `size` - 1 likeliest paths, which together form a tree, best first.
-
-    Args:     anchor: [B] int32.  ids: [B, P, K] int32, candidates of each position, distinct within a position.
-              log_probs: [B, P, K before, K] fp32, at most 0: of a candidate after a candidate of the position before; the
-              rows of position 0 are equal.  size: static, nodes with the root, at least 2.
-    Ties go to the oldest parent, then to the lowest candidate index.
-    """
-    return jax.vmap(functools.partial(_build_one, size=size))(anchor, ids, log_probs)
-
-
-def _build_one(anchor: jax.Array, ids: jax.Array, log_probs: jax.Array, size: int) -> Tree:
-    """Every node offers the children that it does not have yet; the best offer of all becomes a node."""
-    num_positions, top_k = ids.shape
-    nodes, candidates = jnp.arange(size, dtype=jnp.int32), jnp.arange(top_k, dtype=jnp.int32)
-    # After the last position there is nothing.
-    ids = jnp.pad(ids, ((0, 1), (0, 0)))
-    log_probs = jnp.pad(log_probs, ((0, 1), (0, 0), (0, 0)), constant_values=-jnp.inf)
-    root = Tree(
-        token=jnp.full(size, anchor),
-        parent=jnp.zeros(size, jnp.int32),
-        depth=jnp.zeros(size, jnp.int32),
-        valid=nodes == 0,
-        ancestors=nodes[None, :] == nodes[:, None],
-        log_prob=jnp.zeros(size, jnp.float32),
-    )
-    offers = jnp.where((nodes == 0)[:, None], log_probs[0, :1], -jnp.inf)  # [N, K], log-probability of the path to the child
-
-    def add(j: jax.Array, carry: tuple[Tree, jax.Array]) -> tuple[Tree, jax.Array]:
-        tree, offers = carry
-        best = jnp.argmax(offers).astype(jnp.int32)
-        source, candidate = best // top_k, best % top_k
-        score, depth = offers[source, candidate], tree.depth[source] + 1
-        new = (nodes == j) & (score > -jnp.inf)
-        tree = Tree(
-            token=jnp.where(new, ids[depth - 1, candidate], tree.token),
-            parent=jnp.where(new, source, tree.parent),
-            depth=jnp.where(new, depth, tree.depth),
-            valid=tree.valid | new,
-            ancestors=tree.ancestors | (new[:, None] & tree.ancestors[source][None, :]),
-            log_prob=jnp.where(new, score, tree.log_prob),
-        )
-        children = score + log_probs[jnp.minimum(depth, num_positions), candidate]
-        taken = (nodes == source)[:, None] & (candidates == candidate)[None, :]
-        offers = jnp.where(taken, -jnp.inf, jnp.where(new[:, None], children[None, :], offers))
-        return tree, offers
-
-    return lax.fori_loop(1, size, add, (root, offers))[0]
 
 
 def accept(tree: Tree, choice: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -19,7 +19,7 @@ from muse_jax.nvfp4 import NVFP4Weight
 from muse_jax.ops import Blocks
 from muse_jax.sharded_experts import ShardedExperts
 from muse_jax.sharding import AXIS, ShardingConfig, make_mesh
-from pallas_kernels.nvfp4_gemm import pack_weights
+from pallas_kernels.nvfp4_gemm.packing import pack_weights
 
 KINDS = ("fp32", "bf16", "fp32 W4A16", "bf16 W4A4")
 M, F = 48, 32

@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
-from pallas_kernels.nvfp4_gemm import Plan
+from pallas_kernels.nvfp4_gemm.kernel import Plan
 
 TILE_ROWS = 64  # of each matrix, what a wgmma takes
 SWIZZLE_COLS = 64  # of 2 bytes: 128, the widest swizzle

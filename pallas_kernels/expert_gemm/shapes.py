@@ -13,8 +13,8 @@ import numpy as np
 from pallas_kernels.cases import Case
 from pallas_kernels.dense_gemm.shapes import check
 from pallas_kernels.expert_gemm import kernel, reference
-from pallas_kernels.nvfp4_gemm import Plan, plan
 from pallas_kernels.nvfp4_gemm import shapes as nvfp4_shapes
+from pallas_kernels.nvfp4_gemm.kernel import Plan, plan
 
 __all__ = ["CONFIGS", "DOWN", "GATE_UP", "SHAPES", "Shape", "arguments", "cases", "check"]
 

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import compat
-from pallas_kernels.grouped_conv.reference import product
+from pallas_kernels.numerics import product
 
 TILE = 64  # groups of a CTA: rows of the layout
 # Four neighbouring channels to a thread: whole sectors of memory, in bf16 too.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+
+from pallas_kernels.numerics import fp32, product, round_to
 
 
 def grouped_conv(
@@ -21,29 +22,18 @@ def grouped_conv(
 
     Args:     z: [B, T, D], T a multiple of block_size.  base: [2, taps, D].  coefficients: [B, T, 2, taps, groups] fp32, for
               channels in groups of D / groups.  residual: [B, T, D] fp32.  side: 0 or 1, of base and coefficients.
-    Returns:  [B, T, D] of `dtype`, bfloat16 or float32.
+    Returns:  [B, T, D] of `dtype`, bfloat16 or float32. No tap reaches into another block.
     Rounding: fp32, one rounding to `dtype`.
     """
     batch, rows, channels = z.shape
     taps, groups = coefficients.shape[3:]
     # [B, blocks, rows of a block, groups, channels of a group]
-    x = z.astype(jnp.float32).reshape(batch, rows // block_size, block_size, groups, channels // groups)
-    kernel = base.astype(jnp.float32)[side].reshape(taps, 1, 1, 1, *x.shape[3:])
+    x = fp32(z).reshape(batch, rows // block_size, block_size, groups, channels // groups)
+    kernel = fp32(base)[side].reshape(taps, 1, 1, 1, *x.shape[3:])
     delta = coefficients[:, :, side].reshape(*x.shape[:3], taps, groups, 1)
     out = jnp.zeros_like(x)
     for tap in range(taps):
         shifted = jnp.pad(x[:, :, : block_size - tap], ((0, 0), (0, 0), (tap, 0), (0, 0), (0, 0)))
         out = out + product(kernel[tap] + delta[:, :, :, tap], shifted)
     out = out.reshape(z.shape)
-    if residual is not None:
-        out = residual + out
-    if dtype == jnp.bfloat16:
-        # Forced: XLA may drop a plain fp32 -> bf16 -> fp32 pair.
-        out = lax.reduce_precision(out, exponent_bits=8, mantissa_bits=7)
-    return out.astype(dtype)
-
-
-def product(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x y, rounded on its own: the comparison keeps a compiler from contracting it with a sum."""
-    xy = x * y
-    return jnp.where(xy == xy, xy, jnp.nan)
+    return round_to(out if residual is None else residual + out, dtype)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.numerics import fp32
+
 
 def lattice(projected: jax.Array, before: jax.Array, rows: jax.Array, unary: jax.Array) -> jax.Array:
     """unary_j + sum_r before_ir projected_r rows_jr.
@@ -14,5 +16,5 @@ def lattice(projected: jax.Array, before: jax.Array, rows: jax.Array, unary: jax
     Returns:  [B, P, K before, K] fp32.
     Rounding: fp32; before projected is rounded, then products with rows are summed.
     """
-    left = before.astype(jnp.float32) * projected[:, :, None, :]
-    return unary[:, :, None, :] + jnp.einsum("bpir,bpjr->bpij", left, rows.astype(jnp.float32), precision="highest")
+    left = fp32(before) * projected[:, :, None, :]
+    return unary[:, :, None, :] + jnp.einsum("bpir,bpjr->bpij", left, fp32(rows), precision="highest")

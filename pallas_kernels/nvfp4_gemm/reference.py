@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.numerics import round_to
+from pallas_kernels.numerics import linear, round_to
 
 BLOCK = 16  # values of a row of weights that share a scale
 
@@ -41,7 +41,7 @@ def gate_up(
         if row_scale is not None:
             scale = scale * _at(row_scale, row)
         weight = decode(_at(codes, expert), _at(block_scales, expert), x.dtype)
-        acc = _contract(_at(x, row)[None], weight.reshape(-1, x.shape[1])).reshape(1, 2, -1) * scale
+        acc = linear(_at(x, row)[None], weight.reshape(-1, x.shape[1])).reshape(1, 2, -1) * scale
         gate, up = acc[:, 0], acc[:, 1]
         return round_to(gate * jax.nn.sigmoid(gate) * up, x.dtype)[0]
 
@@ -71,7 +71,7 @@ def down(
         if row_scale is not None:
             scale = scale * row_scale.reshape(-1)[routed]
         weight = decode(_at(codes, expert), _at(block_scales, expert), hidden.dtype)
-        return round_to(_contract(_at(rows, routed)[None], weight) * scale, hidden.dtype)[0]
+        return round_to(linear(_at(rows, routed)[None], weight) * scale, hidden.dtype)[0]
 
     return lax.map(one, jnp.arange(idx.size, dtype=jnp.int32)).reshape(*idx.shape, -1)
 
@@ -87,9 +87,3 @@ def decode(codes: jax.Array, block_scales: jax.Array, dtype: jnp.dtype) -> jax.A
 
 def _at(x: jax.Array, i: jax.Array) -> jax.Array:
     return lax.dynamic_index_in_dim(x, i, keepdims=False)
-
-
-def _contract(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x W^T, [R, K] x [N, K] -> [R, N] fp32."""
-    contract = (((1,), (1,)), ((), ()))
-    return lax.dot_general(x, weight, contract, lax.Precision.HIGHEST, preferred_element_type=jnp.float32)

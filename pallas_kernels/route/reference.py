@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-RENORM_EPS = 1e-15
+RENORM_EPS = 1e-15  # no config field has it (transformers 5.24.0, MuseSparkTopkRouter)
 
 
 def route(logits: jax.Array, bias: jax.Array, top_k: int, multiplier: float, scaling: float) -> tuple[jax.Array, jax.Array]:

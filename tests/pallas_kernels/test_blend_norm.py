@@ -8,7 +8,10 @@ import pytest
 from muse_jax import ops
 from muse_jax.config import RESIDUAL_GATE_FLOOR
 from muse_jax.numerics import SERVING
-from pallas_kernels.blend_norm import BlendNorm, blend_norm, blend_norm_reference, gate_factors, shapes
+from pallas_kernels.blend_norm import shapes
+from pallas_kernels.blend_norm.kernel import BlendNorm, blend_norm
+from pallas_kernels.blend_norm.reference import blend_norm as blend_norm_reference
+from pallas_kernels.blend_norm.reference import gate_factors
 
 TEMPERATURE = 0.3
 

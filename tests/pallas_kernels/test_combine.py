@@ -10,7 +10,8 @@ import pytest
 from muse_jax import ops
 from muse_jax.numerics import SERVING, round_to
 from pallas_kernels import compat
-from pallas_kernels.combine import Combine, combine, combine_reference, row_squares, row_squares_reference, shapes
+from pallas_kernels.combine import reference, shapes
+from pallas_kernels.combine.kernel import Combine, combine, row_squares
 
 
 def draw(rng: np.random.Generator, dtype, m: int = 512) -> tuple:
@@ -32,7 +33,7 @@ def test_reference_is_what_the_layer_does(rng, dtype, jit):
     def layer(rows, weights, norm):
         return ops.combine(ops.input_scaled_norm(rows, norm, 1e-8, SERVING, dtype), weights, dtype)
 
-    equal(jit(lambda *args: combine_reference(*args, 1e-8))(*args), layer(*args))
+    equal(jit(lambda *args: reference.combine(*args, 1e-8))(*args), layer(*args))
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
@@ -49,11 +50,11 @@ def test_reference_of_pieces_is_what_ranks_do(rng, dtype):
         normed = ops.input_scale(rows, norm, SERVING, dtype) * jax.lax.rsqrt(total / 512 + 1e-8)
         return round_to(jnp.sum(normed * weights[..., None], axis=1), dtype)
 
-    equal(jax.jit(row_squares_reference)(*pieces[0]), jax.jit(squares)(*pieces[0])[..., 0])
+    equal(jax.jit(reference.row_squares)(*pieces[0]), jax.jit(squares)(*pieces[0])[..., 0])
     total = functools.reduce(jnp.add, [jax.jit(squares)(*piece) for piece in pieces])
-    reference = jax.jit(lambda rows, norm, total, weights: combine_reference(rows, weights, norm, 1e-8, total[..., 0], 512))
+    weigh = jax.jit(lambda rows, norm, total, weights: reference.combine(rows, weights, norm, 1e-8, total[..., 0], 512))
     for piece in pieces:
-        equal(reference(*piece, total, weights), jax.jit(weighted)(*piece, total, weights))
+        equal(weigh(*piece, total, weights), jax.jit(weighted)(*piece, total, weights))
 
 
 def test_pieces_side_by_side_are_the_whole(rng):
@@ -63,7 +64,7 @@ def test_pieces_side_by_side_are_the_whole(rng):
     total = functools.reduce(jnp.add, [row_squares(*piece, interpret=interpret) for piece in pieces])
     config = Combine(1e-8, 1024, warpgroups=1)
     parts = [combine(piece, weights, norm, config, total, interpret) for piece, norm in pieces]
-    shapes.check(jnp.concatenate(parts, axis=-1), combine_reference(rows, weights, norm, 1e-8))
+    shapes.check(jnp.concatenate(parts, axis=-1), reference.combine(rows, weights, norm, 1e-8))
 
 
 def test_shapes_that_do_not_fit_are_refused(rng):

@@ -10,9 +10,10 @@ import pytest
 from muse_jax import ops
 from muse_jax.config import MUSE_SPARK_OPEN
 from muse_jax.layout import packed_tensors
-from muse_jax.numerics import SERVING, round_to
+from muse_jax.numerics import SERVING
 from pallas_kernels import compat
-from pallas_kernels.dense_gemm import Config, dense, dense_reference, shapes, swiglu, swiglu_reference
+from pallas_kernels.dense_gemm import reference, shapes
+from pallas_kernels.dense_gemm.kernel import Config, dense, swiglu
 
 interpreted = pytest.mark.skipif(
     jax.__version_info__ < (0, 12), reason="the interpreter of jax 0.10 has no transposed operands of wgmma"
@@ -32,11 +33,7 @@ def test_reference_is_that_of_the_model(rng, dtype):
     """Bit for bit."""
     x = _normal(rng, 5, 96, dtype=dtype)
     gate, up = (_normal(rng, 48, 96, dtype=dtype) for _ in range(2))
-    for out_dtype in (BF16, FP32):
-        for out, weight in zip(dense_reference(x, [gate, up[:7]], out_dtype), [gate, up[:7]], strict=True):
-            np.testing.assert_array_equal(out, round_to(ops.linear(x, weight), out_dtype))
-    expected = ops.swiglu(ops.linear(x, gate), ops.linear(x, up), SERVING, dtype)
-    np.testing.assert_array_equal(swiglu_reference(x, gate, up), expected)
+    np.testing.assert_array_equal(reference.swiglu(x, gate, up), ops.gated_linear(x, gate, up, SERVING))
 
 
 # -------------------------------------------------------------------------------------------------------------- kernels
@@ -160,7 +157,8 @@ def test_kernels_say_what_is_wrong():
 
     one = lambda x, *weights, **kwargs: dense(x, weights, **kwargs)  # noqa: E731
     refused = functools.partial(refused, function=one)
-    refused(ValueError, r"x has shape \(17, 256\)", x=(17, 256))
+    refused(ValueError, r"x has shape \(2, 8, 256\)", x=(2, 8, 256))
+    refused(NotImplementedError, "17 rows, more than 16", x=(17, 256))
     refused(ValueError, "no matrix", weights=())
     refused(NotImplementedError, "x is float32: the kernel takes bfloat16", dtype=FP32)
     refused(ValueError, r"matrix 1 has shape \(64, 128\): x asks for \[N, 256\]", weights=((64, 256), (64, 128)))

@@ -17,8 +17,9 @@ from muse_jax.pallas_backend import Pallas
 from muse_jax.sharded_experts import ShardedExperts
 from muse_jax.sharding import ONE_DEVICE
 from pallas_kernels import compat
-from pallas_kernels.expert_gemm import Config, down, fitting, gate_up, reference, shapes
-from pallas_kernels.nvfp4_gemm import plan
+from pallas_kernels.expert_gemm import reference, shapes
+from pallas_kernels.expert_gemm.kernel import Config, down, fitting, gate_up
+from pallas_kernels.nvfp4_gemm.kernel import plan
 
 KERNELS = {"gate_up": gate_up, "down": down}
 BF16 = jnp.bfloat16

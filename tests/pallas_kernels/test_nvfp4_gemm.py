@@ -13,8 +13,10 @@ from muse_jax import nvfp4, ops
 from muse_jax.numerics import SERVING
 from muse_jax.nvfp4 import NVFP4Weight
 from pallas_kernels import compat
-from pallas_kernels.nvfp4_gemm import Config, down, gate_up, pack_weights, plan, reference, shapes, unpack_weights
 from pallas_kernels.nvfp4_gemm import kernel as kernel_module
+from pallas_kernels.nvfp4_gemm import reference, shapes
+from pallas_kernels.nvfp4_gemm.kernel import Config, down, gate_up, plan
+from pallas_kernels.nvfp4_gemm.packing import pack_weights, unpack_weights
 
 KERNELS = {"gate_up": gate_up, "down": down}
 interpreted = pytest.mark.skipif(

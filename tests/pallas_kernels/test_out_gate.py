@@ -7,7 +7,9 @@ import pytest
 
 from muse_jax import ops
 from muse_jax.numerics import fp32, round_to
-from pallas_kernels.out_gate import out_gate, out_gate_reference, shapes
+from pallas_kernels.out_gate import shapes
+from pallas_kernels.out_gate.kernel import out_gate
+from pallas_kernels.out_gate.reference import out_gate as out_gate_reference
 
 
 @pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
@@ -28,7 +30,7 @@ def test_reference_is_what_the_layer_does(rng, dtype, jit):
 
 def test_shapes_that_do_not_fit_are_refused(rng):
     out, gate = next(shapes.cases()).arguments(rng)
-    with pytest.raises(NotImplementedError, match="15 rows"):
-        out_gate(out[:15], gate[:15], 1e-5)
+    with pytest.raises(NotImplementedError, match="heads of 32"):
+        out_gate(out[..., :32], gate[:, : gate.shape[1] // 2], 1e-5)
     with pytest.raises(ValueError, match="a gate"):
         out_gate(out, gate[:8], 1e-5)

@@ -7,7 +7,9 @@ import pytest
 
 from muse_jax import nvfp4
 from pallas_kernels import compat
-from pallas_kernels.quantize_rows import quantize_rows, quantize_rows_reference, shapes
+from pallas_kernels.quantize_rows import shapes
+from pallas_kernels.quantize_rows.kernel import quantize_rows
+from pallas_kernels.quantize_rows.reference import quantize_rows as quantize_rows_reference
 
 
 def hard_rows(rng: np.random.Generator, k: int) -> np.ndarray:

@@ -19,8 +19,8 @@ pytest.importorskip("transformers", minversion="5.24")
 from bf16_checks import Subject, attention, dense_mlp, embedding, head, layer, moe, router, verdicts
 
 from muse_jax import ops
-from muse_jax.config import ROUTER_RENORM_EPS
 from muse_jax.numerics import HF, Numerics, fp32, round_to
+from pallas_kernels.route.reference import RENORM_EPS
 
 pytestmark = pytest.mark.parity
 
@@ -116,7 +116,7 @@ def normed_after_sum() -> dict:
 def route_with_bias_in_weights(x, router, bias, top_k, multiplier, scaling):
     scores = jax.nn.sigmoid(ops.linear(fp32(x), router) * multiplier) + bias[None, :]
     chosen, idx = jax.lax.top_k(scores, top_k)
-    return idx, chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + ROUTER_RENORM_EPS) * scaling
+    return idx, chosen / (jnp.sum(chosen, axis=-1, keepdims=True) + RENORM_EPS) * scaling
 
 
 def route_without_renormalising(x, router, bias, top_k, multiplier, scaling):
