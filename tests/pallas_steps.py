@@ -100,7 +100,7 @@ CASES = {
     "w4a16": Case(),
     "one_row": Case(rows=1),
     "batch_w4a4": Case(activations="nvfp4", lengths=(90, 37), rows=4),
-    "rank_of_eight": Case(OF_EIGHT, ShardingConfig(8, loopback=True, isolates=False)),
+    "rank_of_eight": Case(OF_EIGHT, ShardingConfig(8, loopback=True, calls=False)),
     "draft": Case(DRAFTED, draft=DRAFT),
 }
 

@@ -290,7 +290,7 @@ def test_all_of_a_full_size_step_is_for_kernels(activations, more):
     config = dataclasses.replace(config, num_hidden_layers=2, nvfp4_layers=(1,), **layers)
     draft_config = dataclasses.replace(draft_config, num_hidden_layers=1, layer_types=draft_config.layer_types[:1])
     draft_config = dataclasses.replace(draft_config, target_layer_ids=(0, 1))
-    backend, how = Pallas(), ShardingConfig(8, loopback=True, isolates=False)
+    backend, how = Pallas(), ShardingConfig(8, loopback=True, calls=False)
     settings = {"dtype": BF16, "sharding": how, "backend": backend}
     module, draft = MuseSpark(config, activations=activations, **settings), DFlash2(draft_config, **settings)
     whole = Model.create(module, draft=draft, tree_size=16)
