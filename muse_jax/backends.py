@@ -34,7 +34,6 @@ class Backend:
     out_gate = staticmethod(ops.out_gate)
     blend_norm = staticmethod(ops.blend_norm)
     quantize_rows = staticmethod(ops.quantize_rows)
-    row_squares = staticmethod(ops.row_squares)
     combine_pieces = staticmethod(ops.combine_pieces)
     grouped_conv = staticmethod(ops.grouped_conv)
     lattice = staticmethod(ops.lattice)

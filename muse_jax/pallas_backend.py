@@ -29,7 +29,7 @@ from muse_jax.tree import Tree
 from pallas_kernels import compat
 from pallas_kernels.blend_norm.kernel import BlendNorm, blend_norm
 from pallas_kernels.build_tree.kernel import build_tree
-from pallas_kernels.combine.kernel import Combine, combine, row_squares
+from pallas_kernels.combine.kernel import Combine, combine
 from pallas_kernels.decode_attention.kernel import DecodeAttentionConfig, attend_linear, attend_ring
 from pallas_kernels.dense_gemm.kernel import Config as DenseConfig
 from pallas_kernels.dense_gemm.kernel import dense, fitting, swiglu
@@ -229,12 +229,6 @@ class Pallas(Backend):
         if self.interpreted:
             config = dataclasses.replace(config, num_ctas=_INTERPRETED_CTAS)
         return {"config": config, "interpret": self.interpret}
-
-    def row_squares(self, rows: jax.Array, norm: jax.Array, numerics: Numerics) -> jax.Array:
-        def kernel() -> jax.Array:
-            return row_squares(rows, norm, _warpgroups(rows.shape[-1], 1), self.interpret)[..., None]
-
-        return self.choose("row_squares", kernel, lambda: ops.row_squares(rows, norm, numerics))
 
     def combine_pieces(
         self,

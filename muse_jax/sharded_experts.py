@@ -165,7 +165,7 @@ class ShardedExperts:
         """The sum of squares of each scaled row, [R, top_k, 1] fp32. rows, norm: pieces of the rows and of their weight."""
 
         with jax.named_scope("moe.norm"):
-            return ranks.sum(ranks.run(functools.partial(self.backend.row_squares, numerics=self.numerics), rows, norm))
+            return ranks.sum(ranks.run(functools.partial(ops.row_squares, numerics=self.numerics), rows, norm))
 
     def _weighted(self, rows, total, norm, idx, weights, ranks: Ranks, group) -> list[jax.Array]:
         """Pieces [R, M / 8] of the weighted sum of normed rows: of all slots, rounded, or of those of one rank's experts."""

@@ -33,7 +33,7 @@ from muse_jax.nvfp4 import NVFP4Weight
 from muse_jax.ops import GateFactors, unpacked
 from muse_jax.pallas_backend import Pallas
 from muse_jax.sharding import ShardingConfig
-from pallas_kernels.nvfp4_gemm import PackedWeights
+from pallas_kernels.nvfp4_gemm.packing import PackedWeights
 
 ROOT = Path(__file__).resolve().parent.parent
 MUSE_TINY = ROOT / "checkpoints" / "muse_tiny"
@@ -49,7 +49,6 @@ TARGET = {
     "out_gate": ["pallas"],
     "qk_rope": ["pallas"],
     "route": ["pallas"],
-    "row_squares": ["pallas"],
 }
 DRAFT = {"decode_attention": ["pallas"], "grouped_conv": ["pallas"]}
 QUANTIZED = {"quantize_rows": ["pallas"]}
@@ -126,7 +125,7 @@ def test_a_checkpoint_that_no_kernel_takes_is_served_by_xla():
     assert found == expected
     assert muse.backend == "pallas"
     paths = muse.model.module.backend.paths
-    assert {*TARGET, *DRAFT} - {"combine", "row_squares", "nvfp4_gemm"} <= set(paths)  # those belong to NVFP4 experts
+    assert {*TARGET, *DRAFT} - {"combine", "nvfp4_gemm"} <= set(paths)  # those belong to NVFP4 experts
     assert all(path.startswith("xla (") and path.endswith(")") for each in paths.values() for path in each)
     reasons = {op: " ".join(each) for op, each in paths.items()}
     for op, reason in {
@@ -268,8 +267,7 @@ def test_a_step_of_a_mesh_lowers():
     state = pallas_steps.make_state(model, (90,))
     lowered = jax.jit(muse_jax.decode).trace(model, state).lower(lowering_platforms=("cuda",))
     assert kernels_of(lowered) >= 2 * 8
-    pieces = "xla ({}: rows of 64; 1 warpgroups need a multiple of 512)"
-    small = {name: [pieces.format(name)] for name in ("combine", "row_squares")}
+    small = {"combine": ["xla (combine: rows of 64; 1 warpgroups need a multiple of 512)"]}
     small["route"] = ["xla (route: 16 experts; multiples of 128 are possible)"]
     assert backend.paths == TARGET | small
 

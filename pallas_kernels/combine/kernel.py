@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.experimental.pallas as pl
 import jax.numpy as jnp
 from jax import lax
 
@@ -51,7 +50,7 @@ def combine(
     Raises:   ValueError for shapes or dtypes that do not fit; NotImplementedError if m is no multiple of 512 warpgroups.
     Rounding: that of the reference, but squares are summed in another order; slots in their own.
     """
-    _check("combine", rows, norm_weight, config.warpgroups)
+    _check(rows, norm_weight, config.warpgroups)
     num_rows, top_k, n = rows.shape
     for x in (weights,) if total is None else (weights, total):
         if x.shape != (num_rows, top_k) or x.dtype != jnp.float32:
@@ -86,42 +85,12 @@ def combine(
     )(*arrays).reshape(num_rows, n)
 
 
-def row_squares(rows: jax.Array, norm_weight: jax.Array, warpgroups: int = 1, interpret: Any = None) -> jax.Array:
-    """`reference.row_squares`, whose arguments and result these are, in one launch.
-
-    Raises:   as `combine`.
-    Rounding: fp32, but squares are summed in another order.
-    """
-    _check("row_squares", rows, norm_weight, warpgroups)
-    num_rows, top_k, n = rows.shape
-    load = loader(interpret)
-
-    def row_squares_row(rows_ref, norm_ref, out_ref, shared, barriers):
-        row = lax.axis_index("row")
-        slots = _scaled_slots(rows_ref.at[row], norm_ref, pieces_of_warpgroup(n, warpgroups), load)
-        totals = _totals(slots, shared, barriers, load)
-
-        @pl.when(lax.axis_index("wg") == 0)
-        def _():
-            for k, total in enumerate(totals):
-                out_ref[row, k] = total
-
-    return kernel(
-        row_squares_row,
-        jax.ShapeDtypeStruct((num_rows, top_k), jnp.float32),
-        grid={"row": num_rows},
-        warpgroups=warpgroups,
-        scratch=exchange_scratch(top_k, warpgroups),
-        interpret=interpret,
-    )(in_pieces(rows), in_pieces(norm_weight))
-
-
-def _check(name: str, rows: jax.Array, norm_weight: jax.Array, warpgroups: int) -> None:
+def _check(rows: jax.Array, norm_weight: jax.Array, warpgroups: int) -> None:
     if rows.ndim != 3 or norm_weight.shape != rows.shape[2:]:
-        raise ValueError(f"{name}: [T, top_k, m] and [m] wanted, got {rows.shape} and {norm_weight.shape}")
+        raise ValueError(f"combine: [T, top_k, m] and [m] wanted, got {rows.shape} and {norm_weight.shape}")
     if rows.shape[2] % (PIECE * warpgroups):
         raise NotImplementedError(
-            f"{name}: rows of {rows.shape[2]}; {warpgroups} warpgroups need a multiple of {PIECE * warpgroups}"
+            f"combine: rows of {rows.shape[2]}; {warpgroups} warpgroups need a multiple of {PIECE * warpgroups}"
         )
 
 

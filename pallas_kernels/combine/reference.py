@@ -31,11 +31,5 @@ def combine(
     return round_to(jnp.sum(normed * weights[..., None], axis=1), rows.dtype)
 
 
-def row_squares(rows: jax.Array, norm_weight: jax.Array) -> jax.Array:
-    """The sums of the squares of pieces of scaled rows: what ranks add up, in their order, for `combine`. [T, top_k] fp32."""
-    scaled = _scaled(rows, norm_weight)
-    return jnp.sum(scaled * scaled, axis=-1)
-
-
 def _scaled(rows: jax.Array, norm_weight: jax.Array) -> jax.Array:
     return rows.astype(jnp.float32) * one_plus(norm_weight, 3)

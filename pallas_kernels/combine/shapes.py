@@ -10,7 +10,7 @@ import numpy as np
 
 from pallas_kernels.cases import Case, check_rounded, nbytes, normal
 from pallas_kernels.combine import reference
-from pallas_kernels.combine.kernel import Combine, combine, row_squares
+from pallas_kernels.combine.kernel import Combine, combine
 
 M, TOP_K, RANKS = 4096, 8, 8
 ROWS = (16, 32)
@@ -41,16 +41,11 @@ def cases(rows: tuple[int, ...] = ROWS, m: int = M, top_k: int = TOP_K, warpgrou
         def arguments_of_piece(rng: np.random.Generator, t=t, arguments=arguments) -> tuple:
             return *arguments(rng, piece), m * (4 + rng.random((t, top_k), np.float32))
 
-        def arguments_of_squares(rng: np.random.Generator, arguments=arguments) -> tuple:
-            rows, _, norm_weight = arguments(rng, piece)
-            return rows, norm_weight
-
         def size(n: int, t=t) -> int:
             return nbytes(((t, top_k + 1, n), jnp.bfloat16), ((t, top_k), jnp.float32), ((n,), jnp.bfloat16))
 
         yield Case(f"combine[{t}]", whole, plain, lambda rng, arguments=arguments: arguments(rng, m), size(m))
         yield Case(f"combine[piece,{t}]", of_piece, plain, arguments_of_piece, size(piece) + 4 * t * top_k)
-        yield Case(f"row_squares[{t}]", row_squares, reference.row_squares, arguments_of_squares, size(piece) - 2 * t * piece)
 
 
 def check(actual: jax.Array, expected: jax.Array) -> None:

@@ -11,7 +11,7 @@ from muse_jax import ops
 from muse_jax.numerics import SERVING, round_to
 from pallas_kernels import compat
 from pallas_kernels.combine import reference, shapes
-from pallas_kernels.combine.kernel import Combine, combine, row_squares
+from pallas_kernels.combine.kernel import Combine, combine
 
 
 def draw(rng: np.random.Generator, dtype, m: int = 512) -> tuple:
@@ -43,14 +43,12 @@ def test_reference_of_pieces_is_what_ranks_do(rng, dtype):
     pieces = list(zip(jnp.split(rows, 8, axis=-1), jnp.split(norm, 8), strict=True))
 
     def squares(rows, norm):
-        scaled = ops.input_scale(rows, norm, SERVING, dtype)
-        return jnp.sum(scaled * scaled, axis=-1, keepdims=True)
+        return ops.row_squares(rows, norm, SERVING)
 
     def weighted(rows, norm, total, weights):
         normed = ops.input_scale(rows, norm, SERVING, dtype) * jax.lax.rsqrt(total / 512 + 1e-8)
         return round_to(jnp.sum(normed * weights[..., None], axis=1), dtype)
 
-    equal(jax.jit(reference.row_squares)(*pieces[0]), jax.jit(squares)(*pieces[0])[..., 0])
     total = functools.reduce(jnp.add, [jax.jit(squares)(*piece) for piece in pieces])
     weigh = jax.jit(lambda rows, norm, total, weights: reference.combine(rows, weights, norm, 1e-8, total[..., 0], 512))
     for piece in pieces:
@@ -61,7 +59,7 @@ def test_pieces_side_by_side_are_the_whole(rng):
     rows, weights, norm = draw(rng, jnp.bfloat16, 1024)
     pieces = list(zip(jnp.split(rows, 2, axis=-1), jnp.split(norm, 2), strict=True))
     interpret = compat.interpret_params()
-    total = functools.reduce(jnp.add, [row_squares(*piece, interpret=interpret) for piece in pieces])
+    total = functools.reduce(jnp.add, [ops.row_squares(*piece, SERVING)[..., 0] for piece in pieces])
     config = Combine(1e-8, 1024, warpgroups=1)
     parts = [combine(piece, weights, norm, config, total, interpret) for piece, norm in pieces]
     shapes.check(jnp.concatenate(parts, axis=-1), reference.combine(rows, weights, norm, 1e-8))
@@ -76,4 +74,4 @@ def test_shapes_that_do_not_fit_are_refused(rng):
     with pytest.raises(ValueError, match="weights and totals"):
         combine(rows, weights[:, :2], norm, Combine(1e-8, 512, 1))
     with pytest.raises(ValueError, match="top_k, m"):
-        row_squares(rows, norm[:8])
+        combine(rows, weights, norm[:8], Combine(1e-8, 512, 1))
