@@ -1,6 +1,6 @@
 """Times the decode step of one rank of a model that no single device could hold, with random weights.
 
-    python scripts/bench_decode.py --shape full --layers 62 --context 2048 --routing 49     66.6 GB of weights, not run yet
+    python scripts/bench_decode.py --shape full --backend xla,pallas     all 62 layers, 66.6 GB of weights, on an H200
     python scripts/bench_decode.py --shape full --layers 2 --draft                          any GPU
     python scripts/bench_decode.py                                                          a toy, on a CPU
     python scripts/bench_decode.py --shape full --layers 4 --draft --backend xla,pallas --plot step.png     side by side
@@ -517,6 +517,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--shape", choices=("full", "tiny"), default="tiny", help="the released model, or a toy (default: tiny)")
     add("--tp", type=int, choices=(2, 4, 8), default=8, help="ranks that would share the model (default: 8)")
+    add(
+        "--rank",
+        type=int,
+        choices=(0,),
+        default=0,
+        metavar="R",
+        help="which rank to play; all do the same, so there is 0 alone",
+    )
     add("--layers", type=positive_int, metavar="N", help="the first N layers only")
     add("--rows", type=positive_int, default=16, metavar="N", help="nodes that a step verifies (default: 16)")
     add("--context", type=positive_int, default=2048, metavar="N", help="committed positions (default: 2048)")
