@@ -19,7 +19,7 @@ import muse_jax
 from muse_jax.decoding import NO_TOKEN
 from muse_jax.sampling import SamplingParams, choose, gumbel_noise
 
-LENGTHS = (1, 40, 13, 64)  # the window is 8 and the ring 23 slots
+LENGTHS = (1, 40, 13, 64)  # the window is 8 and the ring 24 slots
 NEW_TOKENS = 30
 SEED = 2**40 + 5
 # Greedy; noise alone; top-k; top-p and min-p.

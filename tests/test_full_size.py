@@ -24,6 +24,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))  # as w
 import show_collectives
 
 BATCH, SLOTS, CHUNK, TREE = 1, 131_072, 512, 16
+RING = 2064  # 2047 before a row, and a tree, rounded up to a multiple of eight
 MAX_RSS_GROWTH_KB = 1 << 20  # the smallest sharded copy of the weights would be 190 GiB
 
 
@@ -86,11 +87,11 @@ def test_62_layers_build_as_shapes():
 
 
 def test_caches(caches):
-    """Sixteen global layers keep every position; the others, and the draft's, a ring of window - 1 + the largest tree."""
+    """Sixteen global layers keep every position; the others, and the draft's, a ring of window - 1 + the largest tree, by eights."""
     cache, draft_cache = caches
     sizes = collections.Counter(keys.shape for keys, _ in cache.layers)
-    assert sizes == {(1, 16, SLOTS, 64): 16, (1, 16, 2047 + TREE, 64): 46}
-    assert {keys.shape for keys, _ in draft_cache.layers} == {(1, 8, 2047 + TREE, 128)}
+    assert sizes == {(1, 16, SLOTS, 64): 16, (1, 16, RING, 64): 46}
+    assert {keys.shape for keys, _ in draft_cache.layers} == {(1, 8, RING, 128)}
     for cache, heads in zip(caches, (2, 1), strict=True):
         for leaf in jax.tree.leaves(cache.layers):
             assert leaf.dtype == jnp.bfloat16
@@ -107,7 +108,7 @@ def test_decode_lowers_for_eight_devices(traced, mesh):
     assert layer_calls(text) == 62
     new_state, out = traced.out_info
     assert new_state.cache.layers[1][0].shape == (BATCH, 16, SLOTS, 64)
-    assert new_state.draft_cache.layers[0][0].shape == (BATCH, 8, 2047 + TREE, 128)
+    assert new_state.draft_cache.layers[0][0].shape == (BATCH, 8, RING, 128)
     assert out.tokens.shape == (BATCH, TREE)
 
 

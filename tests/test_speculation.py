@@ -31,7 +31,7 @@ from muse_jax.model import MuseSpark
 from muse_jax.muse import Muse
 from muse_jax.sampling import SamplingParams, choose, gumbel_noise
 
-LENGTHS = (1, 40, 70)  # the window is 8, the ring of a step of 16 nodes 23 slots, and the chunk 16 tokens
+LENGTHS = (1, 40, 70)  # the window is 8, the ring of a step of 16 nodes 24 slots, and the chunk 16 tokens
 NEW_TOKENS = 60
 SEEDS = [2**40 + 5, 3, 2**63]
 SETTINGS = {"temperature": [0.0, 0.7, 1.0], "top_k": [0, 0, 20], "top_p": [1.0, 1.0, 0.9]}
