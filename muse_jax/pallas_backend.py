@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -45,6 +46,7 @@ from pallas_kernels.quantize_rows.kernel import quantize_rows
 from pallas_kernels.route.kernel import Route, route
 
 _PIECE = 512  # values of a row that a warpgroup of the row kernels takes at a time
+INTERPRETER_THREADS = 48
 _INTERPRETED_CTAS = 4  # in place of one for each SM
 
 
@@ -64,6 +66,8 @@ class Pallas(Backend):
         """The kernel's result, or, where it does not support something, the plain form's."""
         try:
             result, path = kernel(), "pallas"
+            if self.interpreted:
+                _check_threads()
         except NotImplementedError as reason:
             result, path = plain(), f"xla ({reason})"
         self._paths.setdefault(op, set()).add(path)
@@ -324,6 +328,16 @@ class KernelContext:
             return context.attend(q, k, v, cache, window, scale, numerics)[0]
 
         return self.backend.choose("decode_attention", kernel, plain), rows
+
+
+def _check_threads() -> None:
+    """Each warpgroup of an interpreted kernel keeps a thread of XLA's pool; without enough, one waits for ever."""
+    threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
+    if threads < INTERPRETER_THREADS:
+        raise ValueError(
+            f"backend = 'pallas' on a CPU interprets its kernels and needs {INTERPRETER_THREADS} threads, not {threads}: "
+            f"set NPROC={INTERPRETER_THREADS} in the environment, or take 'xla'"
+        )
 
 
 def _decoded(x: jax.Array | NVFP4Rows) -> tuple[jax.Array, jax.Array | None]:

@@ -87,7 +87,7 @@ def test_62_layers_build_as_shapes():
 
 
 def test_caches(caches):
-    """Sixteen global layers keep every position; the others, and the draft's, a ring of window - 1 + the largest tree, by eights."""
+    """Sixteen global layers keep every position; the others and the draft a ring for window - 1 and the largest tree."""
     cache, draft_cache = caches
     sizes = collections.Counter(keys.shape for keys, _ in cache.layers)
     assert sizes == {(1, 16, SLOTS, 64): 16, (1, 16, RING, 64): 46}
