@@ -320,7 +320,7 @@ class BalancedMLP(SparseMLP):
 def model_graph(config: ModelConfig, dtype: jnp.dtype) -> nnx.GraphDef:
     """The structure of a model whose mixtures report their load; `nnx.merge` with parameters makes the model."""
     model = MuseSpark(config, dtype=dtype, dense_experts=True)
-    param = Parameters({spec.path: spec for spec in text_tensors(config)}, dtype, rngs=None)
+    param = Parameters(config, {spec.path: spec for spec in text_tensors(config)}, dtype, rngs=None)
     for i, layer in enumerate(model.layers):
         if isinstance(layer.mlp, SparseMLP):
             layer.mlp = BalancedMLP(config, SERVING, dtype, True, param.at("layers", i, "mlp"))
