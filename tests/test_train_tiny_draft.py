@@ -215,8 +215,9 @@ def test_fresh_convolutions_pass_their_input_on(config, rng):
     draft = nnx.merge(nnx.split(DFlash2(config, dtype=jnp.float32))[0], params)
     x = jnp.asarray(rng.standard_normal((1, config.block_size, config.hidden_size), np.float32))
     conv = draft.layers[0].attention_conv
-    for side in (0, 1):
-        np.testing.assert_array_equal(conv(x, conv.coefficients(x), side), x)
+    coefficients = conv.coefficients(x)
+    np.testing.assert_array_equal(conv.before(x, coefficients, jnp.dtype(jnp.float32)), x)
+    np.testing.assert_array_equal(conv.after(x, coefficients, jnp.zeros_like(x)), x)
 
 
 # ------------------------------------------------------------------------------------------------------- text, acceptance
