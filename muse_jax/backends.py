@@ -22,7 +22,7 @@ BACKENDS = ("xla", "pallas")
 Config = ModelConfig | DraftConfig
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Backend:
     """`xla`: every operation in plain jnp, the reference of the other backends, which override what they have kernels for."""
 

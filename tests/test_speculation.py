@@ -180,7 +180,7 @@ class Plan:
         return cls(text, rng.integers(0, block_size, batch).astype(np.int32), rank.astype(np.int32), np.float32(margin))
 
 
-def propose_planted(plan, kind, lattice, ids, anchor, start, sampling, size):
+def propose_planted(plan, kind, lattice, ids, anchor, start, sampling, size, build_tree):
     """`propose`, from candidates and scores that the plan has changed."""
     slots = jnp.arange(ids.shape[2], dtype=jnp.int32)[None, None, :]
     step = jnp.arange(ids.shape[1], dtype=jnp.int32)[None, :]
@@ -195,7 +195,7 @@ def propose_planted(plan, kind, lattice, ids, anchor, start, sampling, size):
     edge = planted[:, :, None, None] & follows[:, :, :, None] & chosen[:, :, None, :]
     others = jnp.max(jnp.where(chosen[:, :, None, :], -jnp.inf, lattice), axis=3, keepdims=True)
     lattice = jnp.where(edge, others + plan.margin[:, :, None, None], lattice)
-    return speculation.propose(kind, lattice, ids, anchor, start, sampling, size)
+    return speculation.propose(kind, lattice, ids, anchor, start, sampling, size, build_tree)
 
 
 @functools.partial(compile_once, donate_argnames="state")
