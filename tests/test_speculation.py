@@ -627,8 +627,8 @@ LONG = 1280  # slots; with three rows no other array is as large as a cache
 
 @pytest.fixture(scope="module")
 def long_case(load, plain):
-    """A step of a tree of 16 nodes, greedy, compiled for caches of LONG slots, and of twice as many."""
-    muse = dataclasses.replace(load("tree", 16), max_length=4 * LONG)
+    """A step of a tree of 24 nodes, greedy, compiled for caches of LONG slots, and of twice as many."""
+    muse = dataclasses.replace(load("tree", 24), max_length=4 * LONG)
     step = jax.jit(muse_jax.decode, donate_argnames="state", compiler_options=UNOPTIMISED)
 
     # Prompt and answer fill a multiple of 256 slots; the rows of the last step need room beyond.
