@@ -197,13 +197,10 @@ class DecodeContext:
         """start: [B], the number of committed positions.  depth: [B, T] int32, positions of the rows after it.
         visible: which rows each row sees, [B, T, T] bool, in global and in sliding layers."""
         positions = start[:, None] + depth
-        oldest = positions[:, :, None] - (config.sliding_window or 1) + 1  # position a sliding layer still sees
-        ring = cache.ring_positions[:, None, :]
-        ring_visible = (ring >= jnp.maximum(oldest, 0)) & (ring < start[:, None, None])
         return cls(
             start=start,
             positions=positions,
-            ring_mask=hide(ring_visible),
+            ring_mask=hide(seen_in_ring(cache.ring_positions, start, positions, config.sliding_window)),
             rows_in_window=hide(rows_in_window(positions, visible[1], config)),
             rows_mask=hide(visible[0]),
         )
@@ -223,6 +220,16 @@ class DecodeContext:
         else:
             out = attend(q, [(*cache, self.ring_mask), (k, v, self.rows_in_window)], scale, numerics)
         return out, (k, v)
+
+
+def seen_in_ring(ring_positions: jax.Array, start: jax.Array, positions: jax.Array, window: int | None) -> jax.Array:
+    """Which slots of a ring each row of a step sees, [B, T, ring slots] bool: committed positions in its window.
+
+    Args:     ring_positions: [B, ring slots].  start: [B], committed positions.  positions: [B, T], of the rows.
+    """
+    oldest = positions[:, :, None] - (window or 1) + 1
+    ring = ring_positions[:, None, :]
+    return (ring >= jnp.maximum(oldest, 0)) & (ring < start[:, None, None])
 
 
 def rows_in_window(positions: jax.Array, visible: jax.Array, config: Config) -> jax.Array:

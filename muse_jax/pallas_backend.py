@@ -21,7 +21,7 @@ from muse_jax import ops, tree
 from muse_jax.attention import hide
 from muse_jax.backends import Backend, Config
 from muse_jax.config import ModelConfig
-from muse_jax.kv_cache import KV, DecodeContext, KVCache, heads_first, rows_in_window
+from muse_jax.kv_cache import KV, DecodeContext, KVCache, heads_first, rows_in_window, seen_in_ring
 from muse_jax.numerics import Numerics, round_to
 from muse_jax.nvfp4 import NVFP4Weight
 from muse_jax.ops import GateFactors, NVFP4Rows
@@ -95,9 +95,8 @@ class Pallas(Backend):
             if change is None:
                 return value
             if mesh is not None:
-                specs = jax.tree.map(lambda x: x.sharding.spec, value)
-                change = jax.shard_map(change, mesh=mesh, in_specs=(specs,), out_specs=_stored_specs(specs), check_vma=False)
-            result = jax.block_until_ready(jax.jit(change)(value))
+                change = _on_mesh(change, mesh, jax.tree.map(lambda x: x.sharding.spec, value))
+            result = jax.block_until_ready(change(value))
             for old in jax.tree.leaves(value):
                 old.delete()
             return result
@@ -320,10 +319,8 @@ class KernelContext:
             return attend_ring(q, *cache, *rows, *where, window=window, **settings)
 
         def plain() -> jax.Array:
-            ring = self.ring_positions[:, None, :]
-            oldest = self.positions[:, :, None] - ((window or 1) - 1)
-            ring_visible = (ring >= jnp.maximum(oldest, 0)) & (ring < self.start[:, None, None])
-            masks = hide(ring_visible), hide(self.rows_in_window), hide(self.rows_visible)
+            in_ring = seen_in_ring(self.ring_positions, self.start, self.positions, window)
+            masks = map(hide, (in_ring, self.rows_in_window, self.rows_visible))
             context = DecodeContext(self.start, self.positions, *masks)
             return context.attend(q, k, v, cache, window, scale, numerics)[0]
 
@@ -355,12 +352,28 @@ def _warpgroups(width: int, most: int) -> int:
 def _rearrangement(name: str, value: Any, config: Config, sharding: ShardingConfig) -> Callable[[Any], Any] | None:
     """How a parameter is changed for the kernels; None: not at all."""
     if name in ("post_attention_gate", "post_ffn_gate"):
-        return functools.partial(GateFactors.create, temperature=config.residual_gate_temperature)
+        return _factors(config.residual_gate_temperature)
     if isinstance(value, NVFP4Weight):
         tile_rows = _tile_rows(name, value, config, sharding)
-        if tile_rows is not None:
-            return lambda weight: pack_weights(weight.codes, weight.block_scales, weight.global_scale, tile_rows)
+        return None if tile_rows is None else _packer(tile_rows)
     return None
+
+
+# Cached, so that layers of one shape share a compiled program.
+@functools.cache
+def _factors(temperature: float) -> Callable[[jax.Array], GateFactors]:
+    return jax.jit(functools.partial(GateFactors.create, temperature=temperature))
+
+
+@functools.cache
+def _packer(tile_rows: int) -> Callable[[NVFP4Weight], PackedWeights]:
+    return jax.jit(lambda weight: pack_weights(weight.codes, weight.block_scales, weight.global_scale, tile_rows))
+
+
+@functools.cache
+def _on_mesh(change: Callable[[Any], Any], mesh: Mesh, specs: Any) -> Callable[[Any], Any]:
+    """`change` of what each device has. specs: of the parameter as in the checkpoint."""
+    return jax.jit(jax.shard_map(change, mesh=mesh, in_specs=(specs,), out_specs=_stored_specs(specs), check_vma=False))
 
 
 def _tile_rows(name: str, weight: NVFP4Weight, config: ModelConfig, sharding: ShardingConfig) -> int | None:
