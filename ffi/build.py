@@ -288,7 +288,7 @@ def read_kernels(library: Path, log: str) -> list[dict[str, Any]]:
     """What is to be known of each kernel of each architecture, in the compiler's order.
 
     Returns:  arch: such as 90a.  kernel: its symbol.  registers: of a thread.  spill_bytes: of spill stores and loads together.
-              smem_bytes: of static shared memory.  code_bytes: of machine code, without functions that it calls.
+              smem_bytes: of static shared memory.  code_bytes: of machine code, with functions that were not inlined.
     """
     code = _code_bytes(library.read_bytes())
     kernels: list[dict[str, Any]] = []
@@ -299,7 +299,7 @@ def read_kernels(library: Path, log: str) -> list[dict[str, Any]]:
             values = {"registers": 0, "spill_bytes": 0, "smem_bytes": 0, "code_bytes": size}
             kernels.append({"arch": arch, "kernel": kernel, **values})
         elif spills := _SPILLS.search(line):
-            # Those of a function that was not inlined count for the kernel before it.
+            # ptxas lists functions that it did not inline after all kernels of a file: theirs count for the last of these.
             kernels[-1]["spill_bytes"] += int(spills[1]) + int(spills[2])
         elif registers := _REGISTERS.search(line):
             kernels[-1]["registers"] = int(registers[1])
