@@ -1,7 +1,7 @@
 // Sizes of a model, and where things are in the buffers of its weights: the tables of ffi/layout.py in C++.
 //
-// Plain C++17 that a kernel may include as well: everything here is made of numbers. What a tile looks like inside is said
-// in the docstring of ffi/layout.py.
+// Plain C++17 that a kernel may include as well: everything here is made of numbers. What a tile looks like inside is
+// said in the docstring of ffi/layout.py.
 
 #ifndef MUSE_FFI_SHAPE_H_
 #define MUSE_FFI_SHAPE_H_
@@ -27,7 +27,8 @@ constexpr int kMaxTopK = 8;
 constexpr int kMaxRanks = 8;
 constexpr int kStatusSize = 8;
 
-// Bits of a word that hold sign, exponent (two) and mantissa of the even code of each pair; the odd code's are 16 higher.
+// Bits of a word that hold sign, exponent (two) and mantissa of the even code of each pair; the odd code's are 16
+// higher.
 constexpr int kCodeBits[4][4] = {{15, 8, 7, 6}, {12, 5, 4, 3}, {9, 2, 1, 0}, {14, 11, 10, 13}};
 
 // The place, among the 16 scales of a row of a tile, of the scale of block `block`.
@@ -73,7 +74,9 @@ struct Segment {
   }
   MUSE_HOST_DEVICE constexpr int row_tiles() const { return (rows + kTileRows - 1) / kTileRows; }
   MUSE_HOST_DEVICE constexpr int k_tiles() const { return (k + tile_k() - 1) / tile_k(); }
-  MUSE_HOST_DEVICE constexpr int64_t matrix_bytes() const { return int64_t{1} * row_tiles() * k_tiles() * tile_bytes(); }
+  MUSE_HOST_DEVICE constexpr int64_t matrix_bytes() const {
+    return int64_t{1} * row_tiles() * k_tiles() * tile_bytes();
+  }
   MUSE_HOST_DEVICE constexpr int64_t end() const { return offset + count * matrix_bytes(); }
   // Of the tile that holds row `row` of matrix `matrix`, `k_tile` tiles along K.
   MUSE_HOST_DEVICE constexpr int64_t tile_offset(int matrix, int row, int k_tile) const {
