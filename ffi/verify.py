@@ -158,9 +158,7 @@ _INTEGERS = (
 _FLOATS = ("rms_eps", "post_eps", "score_scale", "output_multiplier", "softcap", "routed_scaling")
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["logits", "rows", "taps", "trace", "status"], meta_fields=[]
-)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["logits", "rows", "taps", "trace", "status"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, eq=False)
 class VerifyResult:
     """What a step gives.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import zlib
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from muse_jax.sharding import ONE_DEVICE, ShardingConfig
 from muse_jax.tree import Tree
 
 BF16, FP32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+QUICKLY = {"xla_backend_optimization_level": 0}  # to compile: what runs once
 SLIDING, GLOBAL = AttentionKind.SLIDING, AttentionKind.GLOBAL
 
 # Eight ranks can share it. Rows of NVFP4 experts end within a second tile; layers have every attention with and without RoPE.
@@ -81,7 +83,11 @@ class Case:
 
     @property
     def sharding(self) -> ShardingConfig:
-        return ONE_DEVICE if self.loopback is None else ShardingConfig(self.loopback, loopback=True, calls=False)
+        return (
+            ONE_DEVICE
+            if self.loopback is None
+            else ShardingConfig(self.loopback, moe_exchange="rows", loopback=True, calls=False)
+        )
 
 
 def draw(spec: TensorSpec, width: int) -> np.ndarray:
@@ -133,10 +139,10 @@ def make_cache(case: Case, unused: float | None = None) -> KVCache:
         x = rng.standard_normal((1, heads, len(used[sliding]), config.head_dim), np.float32)
         if unused is not None:
             x = np.where(used[sliding][None, None, :, None], x, np.float32(unused))
-        return jnp.asarray(x, BF16)
+        return jnp.asarray(x.astype(BF16))
 
     layers = [tuple(array(config.window(i) is not None) for _ in "kv") for i in range(config.num_hidden_layers)]
-    return KVCache(layers, jnp.asarray(ring_positions)[None])
+    return KVCache(layers, jnp.asarray(ring_positions[None]))
 
 
 def make_nodes(case: Case) -> Tree:
@@ -149,7 +155,7 @@ def make_nodes(case: Case) -> Tree:
         ancestors[j] |= ancestors[i]
     token = rng.integers(0, case.config.vocab_size // (case.loopback or 1), rows, np.int32)
     valid, log_prob = np.ones(rows, bool), np.zeros(rows, np.float32)
-    return jax.tree.map(lambda x: jnp.asarray(x)[None], Tree(token, parent, depth, valid, ancestors, log_prob))
+    return jax.tree.map(lambda x: jnp.asarray(x[None]), Tree(token, parent, depth, valid, ancestors, log_prob))
 
 
 def make_routing(case: Case) -> list[tuple[jax.Array, jax.Array] | None]:
@@ -162,13 +168,13 @@ def make_routing(case: Case) -> list[tuple[jax.Array, jax.Array] | None]:
     def of_layer() -> tuple[jax.Array, jax.Array]:
         few = rng.permutation(config.num_local_experts)[: config.num_experts_per_tok + 2]
         idx = np.stack([rng.permutation(few)[: config.num_experts_per_tok] for _ in range(case.rows)])
-        return jnp.asarray(idx, jnp.int32), jnp.asarray(rng.random(idx.shape, np.float32) + 0.1)
+        return jnp.asarray(idx.astype(np.int32)), jnp.asarray(rng.random(idx.shape, np.float32) + np.float32(0.1))
 
     return [of_layer() for _ in range(config.num_hidden_layers)]
 
 
 def make_context(case: Case, cache: KVCache, nodes: Tree) -> DecodeContext:
-    start = jnp.full(1, case.length, jnp.int32)
+    start = jnp.asarray(np.int32([case.length]))
     return DecodeContext.create(cache, start, nodes.depth, (nodes.ancestors,) * 2, case.config)
 
 
@@ -218,21 +224,24 @@ def verify_config(case: Case, ranks: int = 1, **settings) -> VerifyConfig:
     )
 
 
-_pack_layer = jax.jit(layout.pack_layer, static_argnames=("shape", "nvfp4", "temperature"))
-_pack_head = jax.jit(layout.pack_head, static_argnames="shape")
+_pack_layer = jax.jit(layout.pack_layer, static_argnames=("shape", "nvfp4", "temperature"), compiler_options=QUICKLY)
+_pack_head = jax.jit(layout.pack_head, static_argnames="shape", compiler_options=QUICKLY)
 
 
 @functools.cache
 def packed(config: ModelConfig, shape: layout.Shape, ranks_here: int) -> tuple[jax.Array, list[jax.Array]]:
     """Buffers of the head and of the layers, [ranks here, bytes] each."""
-    params, ranks = all_params(config), jnp.arange(ranks_here, dtype=jnp.int32)
+    params, ranks = all_params(config), np.arange(ranks_here, dtype=np.int32)
     temperature = config.residual_gate_temperature
-    head = jnp.stack([_pack_head(params["lm_head"], params["final_norm"], shape, rank) for rank in ranks])
+
+    def stacked(pack: Callable[[np.int32], jax.Array]) -> jax.Array:
+        return jnp.asarray(np.stack([pack(rank) for rank in ranks]))
+
     layers = [
-        jnp.stack([_pack_layer(layer, shape, i in config.nvfp4_layers, rank, temperature=temperature) for rank in ranks])
+        stacked(lambda rank: _pack_layer(layer, shape, i in config.nvfp4_layers, rank, temperature=temperature))  # noqa: B023
         for i, layer in params["layers"].items()
     ]
-    return head, layers
+    return stacked(lambda rank: _pack_head(params["lm_head"], params["final_norm"], shape, rank)), layers
 
 
 def operands(case: Case, config: VerifyConfig, cache: KVCache | None = None, nodes: Tree | None = None) -> dict:
@@ -241,36 +250,42 @@ def operands(case: Case, config: VerifyConfig, cache: KVCache | None = None, nod
     nodes = make_nodes(case) if nodes is None else nodes
     here = 1 if config.loopback else config.ranks
     head, layers = packed(case.config, config.shape, here)
-    positions = case.length + nodes.depth
-    inv_freq = ops.rope_inverse_frequencies(case.config.rope_theta, case.config.head_dim)
-    rope = ops.rope_tables(positions, inv_freq, SERVING, BF16)
-    embedding = jnp.asarray(all_params(case.config)["embedding"])
-    routing = make_routing(case)
+    positions = jnp.asarray(case.length + np.asarray(nodes.depth[0]))
+    embedding, routing = all_params(case.config)["embedding"], make_routing(case)
     return {
-        "tokens": nodes.token[0],
-        "positions": positions[0],
-        "length": jnp.full(1, case.length, jnp.int32),
-        "visible": nodes.ancestors[0],
-        "rope": jnp.concatenate(rope),
-        "ring_positions": cache.ring_positions[0],
-        "embedding": embedding.reshape(config.ranks, -1, embedding.shape[1])[:here],
+        "tokens": jnp.asarray(np.asarray(nodes.token)[0]),
+        "positions": positions,
+        "length": jnp.asarray(np.int32([case.length])),
+        "visible": jnp.asarray(np.asarray(nodes.ancestors)[0]),
+        "rope": _rope(positions, case.config),
+        "ring_positions": jnp.asarray(np.asarray(cache.ring_positions)[0]),
+        "embedding": jnp.asarray(embedding.reshape(config.ranks, -1, embedding.shape[1])[:here]),
         "head": head,
         "layers": layers,
         "caches": cache.layers,
-        "routing": None if routing[0] is None else tuple(map(jnp.stack, zip(*routing, strict=True))),
+        "routing": None if routing[0] is None else tuple(jnp.asarray(np.stack(x)) for x in zip(*routing, strict=True)),
     }
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _rope(positions: jax.Array, config: ModelConfig) -> jax.Array:
+    inv_freq = ops.rope_inverse_frequencies(config.rope_theta, config.head_dim)
+    return jnp.concatenate(ops.rope_tables(positions[None], inv_freq, SERVING, BF16))
+
+
+jitted_verify = jax.jit(verify, static_argnames="config", compiler_options=QUICKLY)
 
 
 def run(case: Case, ranks: int = 1, cache: KVCache | None = None, nodes: Tree | None = None, **settings) -> VerifyResult:
     library.load()
     config = verify_config(case, ranks, **settings)
-    return verify(config, **operands(case, config, cache, nodes))
+    return jitted_verify(config, **operands(case, config, cache, nodes))
 
 
 # ---- muse_jax -----------------------------------------------------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames="taps")
+@functools.partial(jax.jit, static_argnames="taps", compiler_options=QUICKLY)
 def reference_step(model: Model, state: DecodeState, nodes: Tree, routing: list, taps: tuple[int, ...] = ()) -> tuple:
     """As `decoding.verify`, which has taps for a draft only: logits [T, V], rows, taps [taps, T, D]."""
     module = model.module
@@ -280,6 +295,7 @@ def reference_step(model: Model, state: DecodeState, nodes: Tree, routing: list,
     return module.logits(stream)[0], rows, tapped
 
 
+@functools.partial(jax.jit, static_argnames="case", compiler_options=QUICKLY)
 def reference_logits(model: Model, case: Case) -> jax.Array:
     """[T, V], by `decoding.verify` itself."""
     logits, _, _ = decoding.verify(model, make_state(model, case), make_nodes(case), make_routing(case))
