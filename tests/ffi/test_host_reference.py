@@ -227,7 +227,8 @@ def same_codes(actual: np.ndarray, expected: np.ndarray, name: str) -> None:
         (Case(rows=7, length=1), 0),
         (Case(rows=7, length=15), 0),
         (Case(rows=7, length=16), 0),
-        (Case(rows=7, length=16), 1),
+        (Case(length=15), 1),
+        (Case(length=16), 1),
         (Case(rows=1, length=1), 3),
         (Case(rows=1, length=128), 3),  # the cache is full
         (Case(TINY_SIZES, length=75), 0),
