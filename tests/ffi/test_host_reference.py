@@ -234,7 +234,7 @@ def same_codes(actual: np.ndarray, expected: np.ndarray, name: str) -> None:
         (Case(TINY_SIZES, length=75), 0),
         (Case(TINY_SIZES, activations="nvfp4"), 1),
     ],
-    ids=lambda value: "" if isinstance(value, Case) else f"layer{value}",
+    ids=str,
 )
 def test_phases(case, i):
     check_phases(case, i)

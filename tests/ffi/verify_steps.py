@@ -81,6 +81,11 @@ class Case:
     forced: bool = False
     loopback: int | None = None
 
+    def __str__(self) -> str:
+        sizes = "tiny" if self.config == TINY_SIZES else "small"
+        routing = ["forced"] if self.forced else []
+        return "-".join([sizes, self.activations, f"{self.rows}rows", f"at{self.length}", *routing])
+
     @property
     def sharding(self) -> ShardingConfig:
         return (
