@@ -35,8 +35,8 @@ from pallas_kernels.decode_attention.kernel import DecodeAttentionConfig, attend
 from pallas_kernels.dense_gemm.kernel import Config as DenseConfig
 from pallas_kernels.dense_gemm.kernel import dense, fitting, swiglu
 from pallas_kernels.expert_gemm import kernel as expert_gemm
-from pallas_kernels.grouped_conv.kernel import grouped_conv
-from pallas_kernels.lattice.kernel import lattice
+from pallas_kernels.grouped_conv.kernel import GroupedConvConfig, grouped_conv
+from pallas_kernels.lattice.kernel import Lattice, lattice
 from pallas_kernels.nvfp4_gemm.kernel import Config as GemmConfig
 from pallas_kernels.nvfp4_gemm.kernel import Plan, down, gate_up, plan
 from pallas_kernels.nvfp4_gemm.packing import PackedWeights, pack_weights
@@ -269,15 +269,17 @@ class Pallas(Backend):
         dtype: jnp.dtype,
     ) -> jax.Array:
         settings = {"side": side, "block_size": block_size, "dtype": dtype}
+        sizes = GroupedConvConfig(math.gcd(GroupedConvConfig.rows, block_size))
         return self.choose(
             "grouped_conv",
-            lambda: grouped_conv(z, base, coefficients, residual, **settings, interpret=self.interpret),
+            lambda: grouped_conv(z, base, coefficients, residual, **settings, config=sizes, interpret=self.interpret),
             lambda: ops.grouped_conv(z, base, coefficients, residual, **settings),
         )
 
     def lattice(self, projected: jax.Array, before: jax.Array, rows: jax.Array, unary: jax.Array) -> jax.Array:
         args = projected, before, rows, unary
-        return self.choose("lattice", lambda: lattice(*args, interpret=self.interpret), lambda: ops.lattice(*args))
+        sizes = Lattice(math.gcd(Lattice.before, unary.shape[-1]))
+        return self.choose("lattice", lambda: lattice(*args, sizes, self.interpret), lambda: ops.lattice(*args))
 
     def build_tree(self, anchor: jax.Array, ids: jax.Array, log_probs: jax.Array, size: int) -> Tree:
         args = anchor, ids, log_probs, size

@@ -244,6 +244,28 @@ def test_fp32_models_are_served_by_xla_where_kernels_take_bf16():
     assert "xla (" in backend.paths["decode_attention"][0] and "xla (" in backend.paths["nvfp4_gemm"][0]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "paths"),
+    [
+        ({"block_size": 7}, {"grouped_conv": ["pallas"], "lattice": ["pallas"]}),
+        (
+            {"selector_top_k": 6},
+            {"grouped_conv": ["pallas"], "lattice": ["xla (lattice: 6 candidates; allowed are multiples of 16)"]},
+        ),
+    ],
+    ids=["odd block", "six candidates"],
+)
+def test_drafts_of_odd_sizes_are_served(sizes, paths):
+    """What a CTA has must divide a block, and the candidates: by default two rows and four."""
+    case = Case(
+        dataclasses.replace(pallas_steps.DRAFTED, num_local_experts=16), draft=dataclasses.replace(pallas_steps.DRAFT, **sizes)
+    )
+    backend = Pallas()
+    model = make_model(case, backend, BF16)
+    jax.eval_shape(muse_jax.decode, model, pallas_steps.make_state(model, case.lengths))
+    assert {op: backend.paths[op] for op in paths} == paths
+
+
 MESH = Case(dataclasses.replace(OF_EIGHT, num_local_experts=16, moe_hidden_size=512), ShardingConfig(8))
 
 
