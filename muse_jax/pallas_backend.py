@@ -6,6 +6,7 @@ then the plain form runs, and `Pallas.paths` has the reason. Weights are rearran
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -331,12 +332,22 @@ class KernelContext:
 
 def _check_threads() -> None:
     """Each warpgroup of an interpreted kernel keeps a thread of XLA's pool; without enough, one waits for ever."""
-    threads = int(os.environ.get("NPROC") or os.cpu_count() or 1)
+    threads = _pool_threads()
     if threads < INTERPRETER_THREADS:
         raise ValueError(
             f"backend = 'pallas' on a CPU interprets its kernels and needs {INTERPRETER_THREADS} threads, not {threads}: "
             f"set NPROC={INTERPRETER_THREADS} in the environment, or take 'xla'"
         )
+
+
+def _pool_threads() -> int:
+    """Of XLA's pool, as XLA counts: the first of two variables that is an int32, else the CPUs that this process may use."""
+    for name in ("PJRT_NPROC", "NPROC"):
+        with contextlib.suppress(KeyError, ValueError):
+            threads = int(os.environ[name])
+            if abs(threads) < 1 << 31:
+                return threads
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _decoded(x: jax.Array | NVFP4Rows) -> tuple[jax.Array, jax.Array | None]:

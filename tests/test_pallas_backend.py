@@ -22,7 +22,7 @@ from pallas_steps import BF16, CONFIG, OF_EIGHT, Case, make_model
 from show_collectives import full_size
 
 import muse_jax
-from muse_jax import backends, sharding
+from muse_jax import backends, pallas_backend, sharding
 from muse_jax.backends import BACKENDS, XLA, resolve_backend
 from muse_jax.decoding import Model
 from muse_jax.draft import DFlash2
@@ -242,6 +242,34 @@ def test_fp32_models_are_served_by_xla_where_kernels_take_bf16():
     args = pallas_steps.make_state(model, case.lengths), pallas_steps.make_nodes(1, case.rows), pallas_steps.make_routing(case)
     jax.eval_shape(pallas_steps.run_step, model, *args)
     assert "xla (" in backend.paths["decode_attention"][0] and "xla (" in backend.paths["nvfp4_gemm"][0]
+
+
+@pytest.mark.parametrize(
+    ("variables", "threads"),
+    [
+        ({"NPROC": "48"}, 48),
+        ({"NPROC": " 7 "}, 7),
+        ({"NPROC": "-1"}, -1),
+        ({"PJRT_NPROC": "5", "NPROC": "48"}, 5),
+        ({"PJRT_NPROC": "five", "NPROC": "48"}, 48),
+        ({}, 3),
+        ({"NPROC": ""}, 3),
+        ({"NPROC": "48.0"}, 3),
+        ({"NPROC": "99999999999"}, 3),
+    ],
+)
+def test_threads_are_counted_as_xla_counts_them(monkeypatch, variables, threads):
+    """Of a machine with many CPUs a process may have few, and a pool that is smaller than thought waits for ever."""
+    for name in ("PJRT_NPROC", "NPROC"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {1, 2, 5}, raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    assert pallas_backend._pool_threads() == threads
+    if threads < 48:
+        with pytest.raises(ValueError, match=rf"needs 48 threads, not {threads}: set NPROC=48"):
+            pallas_backend._check_threads()
 
 
 @pytest.mark.parametrize(
