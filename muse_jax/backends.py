@@ -70,11 +70,13 @@ class Backend:
 XLA = Backend()
 
 
-def resolve_backend(backend: str, platform: str = "cpu", numerics: Numerics = SERVING, has_nvfp4: bool = False) -> Backend:
-    """The backend that serves a request for `backend` on devices of a platform.
+def resolve_backend(
+    backend: str, platform: str = "cpu", numerics: Numerics = SERVING, has_nvfp4: bool = False, num_devices: int = 1
+) -> Backend:
+    """The backend that serves a request for `backend` on so many devices of a platform in this process.
 
     "auto" takes `pallas` where it serves and was timed to be faster: on Hopper GPUs, for models with NVFP4 experts; else `xla`.
-    On a CPU `pallas` runs its kernels interpreted, which is for tests.
+    On a CPU `pallas` runs its kernels interpreted, which is for tests, on one device.
 
     Raises: ValueError that names the backends there are, or why this one cannot serve.
     """
@@ -83,7 +85,7 @@ def resolve_backend(backend: str, platform: str = "cpu", numerics: Numerics = SE
         raise ValueError(f"backend = {backend!r}: this version has {allowed}")
     if backend == "xla":
         return XLA
-    problem = _why_not_pallas(platform, numerics)
+    problem = _why_not_pallas(platform, numerics, num_devices)
     if problem is None and (backend == "pallas" or (platform == "gpu" and has_nvfp4)):
         from muse_jax.pallas_backend import Pallas  # takes a second to import, on top of JAX
 
@@ -93,11 +95,12 @@ def resolve_backend(backend: str, platform: str = "cpu", numerics: Numerics = SE
     raise ValueError(f"backend = 'pallas': {problem}; 'xla' serves everywhere")
 
 
-def _why_not_pallas(platform: str, numerics: Numerics) -> str | None:
+def _why_not_pallas(platform: str, numerics: Numerics, num_devices: int) -> str | None:
     if numerics != SERVING:
         return f"its kernels round as serving does, not as {numerics.name!r}"
     if platform == "cpu":
-        return None
+        # All devices share the interpreter's memory; at the end of a kernel it takes barriers of the others for forgotten ones.
+        return None if num_devices == 1 else f"on a CPU its kernels are interpreted, by one device and not by {num_devices}"
     if platform != "gpu":
         return f"it needs an NVIDIA GPU, or a CPU to interpret it, not a {platform}"
     capability = str(getattr(jax.local_devices(backend="gpu")[0], "compute_capability", "unknown"))

@@ -62,8 +62,8 @@ def load(
       path: directory with config.json, safetensors and, for text, tokenizer.json.
       mesh: devices that share the work (`muse_jax.sharding.make_mesh`): the same bits for 1, 2, 4 and 8 (on
         CPUs). None: the default device alone, in the form that is fastest for one.
-      backend: "xla"; "pallas", fused kernels for Hopper GPUs, on a CPU interpreted, for tests; "auto", "pallas" on Hopper GPUs
-        for checkpoints with NVFP4 experts, else "xla".
+      backend: "xla"; "pallas", fused kernels for Hopper GPUs, on one device of a CPU interpreted, for tests; "auto", "pallas"
+        on Hopper GPUs for checkpoints with NVFP4 experts, else "xla".
       numerics: "serving", or "hf" to round where transformers does.
       dtype: "bfloat16" or "float32"; None: the checkpoint's on a GPU, float32 on a CPU (XLA for CPU widens bf16 weights
         at every step).
@@ -113,7 +113,8 @@ def load(
         max_length = config.max_position_embeddings
     elif isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 2:
         raise ValueError(f"max_length = {max_length!r}: expected an integer above 1")
-    runs_on = resolve_backend(backend, platform, NUMERICS[numerics], bool(config.nvfp4_layers))
+    num_devices = 1 if mesh is None else len(mesh.local_devices)
+    runs_on = resolve_backend(backend, platform, NUMERICS[numerics], bool(config.nvfp4_layers), num_devices)
     if dtype is None:
         dtype = "float32" if platform == "cpu" else config.dtype
     if dtype not in _DTYPES:

@@ -115,6 +115,16 @@ def test_hf_numerics_are_refused_by_load():
         muse_jax.load(MUSE_TINY, backend="pallas", numerics="hf")
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="GPUs run the kernels on any mesh")
+def test_a_mesh_of_a_cpu_is_refused_by_load():
+    """Its devices would share one interpreter, which fails."""
+    problem = r"^backend = 'pallas': on a CPU its kernels are interpreted, by one device and not by 2; 'xla' serves everywhere$"
+    with pytest.raises(ValueError, match=problem):
+        muse_jax.load(MUSE_TINY, mesh=sharding.make_mesh(2), backend="pallas")
+    assert muse_jax.load(MUSE_TINY, mesh=sharding.make_mesh(1), backend="pallas").backend == "pallas"
+    assert resolve_backend("auto", "cpu", num_devices=2) is XLA
+
+
 def test_a_checkpoint_that_no_kernel_takes_is_served_by_xla():
     """And it is said why."""
 
