@@ -27,6 +27,7 @@ import argparse
 import collections
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -175,8 +176,15 @@ def fail(answer: Answer, line: str, exit_code: int, patience: float = 0.0) -> in
     """Reports an error, to the other processes first."""
     if answer.group is not None:
         answer.group.leave(line, patience)
-    note(line)
+    complain(answer, line)
     return exit_code
+
+
+def complain(answer: Answer, line: str) -> None:
+    """Reports an error on a line of its own, also where a terminal shows an unfinished one of the text."""
+    if answer.line_open and sys.stdout.isatty():
+        report("")
+    note(line)
 
 
 def speaks(args: argparse.Namespace) -> bool:
@@ -437,11 +445,6 @@ def join(args: argparse.Namespace, answer: Answer, prompt: str | None) -> Group:
     """Joins the devices of all processes, which must have been asked for the same."""
     from muse_jax import distributed
 
-    def report_loss(line: str) -> None:
-        if answer.line_open and sys.stdout.isatty():
-            report("")
-        note(line)
-
     facts = {name: value for name, value in vars(args).items() if name not in OWN_ARGUMENTS}
     facts["prompt"] = None if prompt is None else digest(prompt)
     facts["checkpoint"] = fingerprint(args.checkpoint)
@@ -452,7 +455,7 @@ def join(args: argparse.Namespace, answer: Answer, prompt: str | None) -> Group:
         args.process_id,
         timeout=args.connect_timeout,
         facts=facts,
-        report=report_loss,
+        report=functools.partial(complain, answer),
     )
 
 

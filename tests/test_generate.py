@@ -392,6 +392,14 @@ def test_kernels_are_not_interpreted_where_they_would_wait_for_each_other(monkey
     assert "set NPROC=48 in the environment" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(("line_open", "is_terminal", "before"), [(True, True, "\n"), (True, False, ""), (False, True, "")])
+def test_errors_begin_a_line(monkeypatch, capsys, line_open, is_terminal, before):
+    """Also in the middle of the text, where stdout and stderr are one terminal."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    assert generate.fail(generate.Answer(line_open=line_open), "out of memory", 1) == 1
+    assert capsys.readouterr() == ("", f"{before}generate.py: out of memory\n")
+
+
 def test_help_names_the_backends(capsys):
     with pytest.raises(SystemExit):
         generate.main(["--help"])
