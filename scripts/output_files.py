@@ -48,6 +48,14 @@ def check_output(path: Path) -> None:
         tempfile.TemporaryFile(dir=file.parent).close()
 
 
+def check_option(option: str, path: Path) -> None:
+    """Raises ValueError with the option's name if `write_file` may not write there."""
+    try:
+        check_output(path)
+    except OSError as error:
+        raise ValueError(f"{option} {path}: cannot be written: {error.strerror}") from None
+
+
 def write_file(path: Path, data: bytes) -> None:
     """Writes all of it or nothing, links followed; a pipe or a device is written to as it is."""
     file = real_file(path)
@@ -83,10 +91,7 @@ def check_matplotlib(option: str) -> None:
 def check_plot(path: Path) -> None:
     """Raises ValueError if a picture cannot be drawn, or not be written there."""
     check_matplotlib("--plot")
-    try:
-        check_output(path)
-    except OSError as error:
-        raise ValueError(f"--plot {path}: cannot be written: {error.strerror}") from None
+    check_option("--plot", path)
 
 
 def write_picture(path: Path, figure: Figure) -> None:

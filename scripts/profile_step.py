@@ -18,7 +18,6 @@ import argparse
 import collections
 import gzip
 import json
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +32,7 @@ from command_line import (
     positive_int,
 )
 from generate import BUNDLED, make_mesh, tree_size
+from output_files import check_option, write_file
 from profiler_trace import recorded
 
 if TYPE_CHECKING:
@@ -67,10 +67,7 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
     import muse_jax
     from muse_jax import hlo
 
-    if not args.out.parent.is_dir():
-        raise ValueError(f"--out {args.out}: there is no directory {args.out.parent}")
-    if args.out.is_dir():
-        raise ValueError(f"--out {args.out}: is a directory, expected a file's name")
+    check_option("--out", args.out)
     muse = muse_jax.load(
         args.checkpoint,
         mesh=make_mesh(args.devices),
@@ -93,14 +90,7 @@ def profile(args: argparse.Namespace) -> dict[str, Any]:
     events, seconds = named(trace["traceEvents"], hlo.parse(step.as_text()))
     if not seconds:
         raise ValueError("the profiler recorded no operation of the step")
-    partial = args.out.with_name(f".{args.out.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(gzip.compress(json.dumps(trace | {"traceEvents": events}).encode()))
-        partial.replace(args.out)
-    except OSError as error:
-        raise ValueError(f"--out {args.out}: cannot be written: {error.strerror}") from None
-    finally:
-        partial.unlink(missing_ok=True)
+    write_file(args.out, gzip.compress(json.dumps(trace | {"traceEvents": events}).encode()))
     return {
         "trace": str(args.out),
         "backend": muse.backend,

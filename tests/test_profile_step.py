@@ -18,8 +18,9 @@ from muse_jax import hlo
 
 
 def test_operations_have_the_models_names(tmp_path, capsys):
-    out = tmp_path / "step.trace.json.gz"
-    assert profile_step.main(["--out", str(out), "--json", "--devices", "2"]) == 0
+    link, out = tmp_path / "step.trace.json.gz", tmp_path / "elsewhere.gz"
+    link.symlink_to(out)
+    assert profile_step.main(["--out", str(link), "--json", "--devices", "2"]) == 0
     figures = json.loads(capsys.readouterr().out)
     parts = {scope.split("/")[0] for scope in figures["scopes"]}
     assert {"attention", "moe", "lm_head", "commit", "sampling", "draft"} <= parts
@@ -28,15 +29,15 @@ def test_operations_have_the_models_names(tmp_path, capsys):
     assert all(event["args"]["hlo_op"] and event["name"].count("/") for event in events)
     # Each of six layers multiplies its experts' rows once or more on each device.
     assert sum(event["name"].startswith("moe") and event["name"].endswith("dot_general") for event in events) >= 6
-    assert not list(tmp_path.glob(".*"))
+    assert link.is_symlink() and not list(tmp_path.glob(".*"))
 
 
 def test_a_name_that_cannot_be_written(tmp_path, capsys):
-    assert profile_step.main(["--out", str(tmp_path / "absent" / "trace.gz")]) == 2
-    assert "profile_step.py: --out" in capsys.readouterr().err
+    """Before anything is loaded."""
     (tmp_path / "taken").mkdir()
-    assert profile_step.main(["--out", str(tmp_path / "taken")]) == 2
-    assert "is a directory" in capsys.readouterr().err
+    for name, problem in (("absent/trace.gz", "No such file or directory"), ("taken", "Is a directory")):
+        assert profile_step.main(["--checkpoint", str(tmp_path / "nosuch"), "--out", str(tmp_path / name)]) == 2
+        assert capsys.readouterr().err == f"profile_step.py: --out {tmp_path / name}: cannot be written: {problem}\n"
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
