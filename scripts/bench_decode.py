@@ -44,7 +44,7 @@ import random_models
 from command_line import FAILED, Parser, guarded, leave, open_streams, positive_int, report
 from output_files import check_plot, picture, write_picture
 from profiler_trace import busy_ns, run_kernels, span_ns
-from show_collectives import full_size
+from show_collectives import full_size, num_rows
 
 if TYPE_CHECKING:  # JAX takes seconds to import, a mistyped option should not
     import jax
@@ -59,6 +59,7 @@ if TYPE_CHECKING:  # JAX takes seconds to import, a mistyped option should not
 
 NAME = "bench_decode.py"
 WARM_UP = 5
+MAX_STEPS = 10_000  # each of them takes slots of the caches
 VERDICT_LAYERS = 2
 # Root mean square of the difference over that of the values. A value is rounded 25 times on the way through two layers to a
 # logit, each time by up to 2^-9 of its size: 0.05 if all errors added up; 0.01 to 0.02 were seen.
@@ -69,8 +70,7 @@ PUBLISHED_ACCEPTANCE = 6.6
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code, or raises SystemExit(2) for arguments that do not parse."""
     open_streams()
-    args = parse_arguments(argv)
-    return guarded(NAME, lambda: run(args))
+    return guarded(NAME, lambda: run(parse_arguments(argv)))  # --backend imports JAX, which Ctrl-C may interrupt
 
 
 def run(args: argparse.Namespace) -> int:
@@ -155,6 +155,9 @@ def shape(args: argparse.Namespace) -> tuple[ModelConfig, DraftConfig | None]:
         raise ValueError(f"--draft: the {args.shape} shape has none")
     if args.draft:
         draft = dataclasses.replace(draft, target_layer_ids=tuple(min(i, layers - 1) for i in draft.target_layer_ids))
+    room = config.max_position_embeddings - args.rows
+    if args.context > room:
+        raise ValueError(f"--context {args.context}: at most {room}, which leaves room for the rows of the step")
     most = min(config.num_local_experts, args.rows * config.num_experts_per_tok)
     if not config.num_experts_per_tok <= args.routing <= most:
         raise ValueError(
@@ -512,6 +515,12 @@ def backends(text: str) -> list[str]:
     return names
 
 
+def num_steps(text: str) -> int:
+    if (steps := positive_int(text)) > MAX_STEPS:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer from 1 to {MAX_STEPS}")
+    return steps
+
+
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
@@ -526,16 +535,17 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="which rank to play; all do the same, so there is 0 alone",
     )
     add("--layers", type=positive_int, metavar="N", help="the first N layers only")
-    add("--rows", type=positive_int, default=16, metavar="N", help="nodes that a step verifies (default: 16)")
+    add("--rows", type=num_rows, default=16, metavar="N", help="nodes that a step verifies, 1 to 32 (default: 16)")
     add("--context", type=positive_int, default=2048, metavar="N", help="committed positions (default: 2048)")
     add("--routing", type=positive_int, metavar="N", help="distinct experts of a layer (default: 49, of the toy 8)")
-    add("--steps", type=positive_int, default=20, metavar="N", help="timed steps (default: 20)")
+    add("--steps", type=num_steps, default=20, metavar="N", help=f"timed steps, at most {MAX_STEPS:,} (default: 20)")
     backend_help = "implementations, one or several: xla,pallas compares the second with the first (default: xla)"
     add("--backend", type=backends, nargs="+", default=[["xla"]], metavar="NAME", help=backend_help)
     add("--draft", action="store_true", help="with the draft, of the published shape")
     add("--activations", choices=("bf16", "nvfp4"), default="bf16", help="of NVFP4 experts (default: bf16)")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the other weights (default: bfloat16)")
-    add("--acceptance", type=float, default=PUBLISHED_ACCEPTANCE, metavar="X", help="tokens per step (default: 6.6, published)")
+    acceptance_help = "tokens per step, 1 to --rows (default: 6.6, published, or --rows if that is less)"
+    add("--acceptance", type=float, metavar="X", help=acceptance_help)
     add("--json", action="store_true", help="end stdout with a line that holds the figures as a JSON object")
     add("--plot", type=picture, metavar="FILE", help="also draw a chart, .png, .svg or .pdf; needs the extra `plot`")
     args = parser.parse_args(argv)
@@ -544,8 +554,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--backend {','.join(args.backend)}: each of them once")
     if args.routing is None:
         args.routing = 49 if args.shape == "full" else 8
-    if not args.acceptance >= 1:
-        parser.error(f"--acceptance {args.acceptance:g}: a step commits at least one token")
+    if args.acceptance is None:
+        args.acceptance = min(PUBLISHED_ACCEPTANCE, float(args.rows))
+    if not 1 <= args.acceptance <= args.rows:
+        parser.error(f"--acceptance {args.acceptance:g}: expected 1 to {args.rows} tokens of a step of {args.rows} rows")
     return args
 
 

@@ -236,6 +236,11 @@ def test_chart_of_nothing_measured(name, tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+def test_no_step_commits_more_than_its_rows():
+    found = [bench_decode.parse_arguments(["--rows", rows]).acceptance for rows in ("1", "6", "7", "16")]
+    assert found == [1, 6, bench_decode.PUBLISHED_ACCEPTANCE, bench_decode.PUBLISHED_ACCEPTANCE]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -244,6 +249,12 @@ def test_chart_of_nothing_measured(name, tmp_path, monkeypatch):
         (["--backend", "xla,cuda"], "--backend: 'cuda': expected one or several of xla"),
         (["--backend", ","], "--backend: '': expected one or several of xla"),
         (["--backend", "xla", "xla"], "--backend xla,xla: each of them once"),
+        (["--rows", "33"], "--rows: '33': expected an integer from 1 to 32"),
+        (["--steps", "10001"], "--steps: '10001': expected an integer from 1 to 10000"),
+        (["--acceptance", "0.5"], "--acceptance 0.5: expected 1 to 16 tokens of a step of 16 rows"),
+        (["--acceptance", "nan"], "--acceptance nan: expected 1 to 16 tokens"),
+        (["--acceptance", "inf"], "--acceptance inf: expected 1 to 16 tokens"),
+        (["--rows", "4", "--acceptance", "5"], "--acceptance 5: expected 1 to 4 tokens of a step of 4 rows"),
     ],
 )
 def test_arguments_that_do_not_parse(capsys, arguments, message):
@@ -260,6 +271,8 @@ def test_arguments_that_do_not_parse(capsys, arguments, message):
         (["--routing", "3"], "--routing 3: 16 rows of 4 experts each can choose 4 to 16 distinct ones"),
         (["--routing", "17"], "--routing 17: "),
         (["--layers", "99"], "--layers 99: the tiny shape has"),
+        (["--context", "4081"], "--context 4081: at most 4080, which leaves room for the rows of the step"),
+        (["--context", "99999999999"], "--context 99999999999: at most 4080, "),
         (["--draft"], "--draft: the tiny shape has none"),
         pytest.param(["--shape", "full"], "--shape full needs an NVIDIA GPU, found cpu", marks=without_gpu),
     ],
