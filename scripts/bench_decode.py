@@ -15,6 +15,7 @@ several backends each has the device for itself, one after the other.
                end of the next, which the host dispatches meanwhile, as generate.py does; alone: without that
     step       the same after the draft (--draft)
     speed-up   the first backend's time over that of this one
+    paths      of each operation that a backend has a kernel for: whether it ran, and if not, why
     bytes      weights that a step must read (layout), of the experts those chosen, and keys and values of the context
     bandwidth  what a reduction over a large array reads per second on this device, in the same run
     launches   kernels and copies of one step, counted in a profiler trace, as what follows (GPU only)
@@ -42,6 +43,7 @@ from typing import TYPE_CHECKING, Any
 
 import random_models
 from command_line import FAILED, Parser, guarded, leave, open_streams, positive_int, report
+from generate import describe_paths
 from output_files import check_plot, picture, write_picture
 from profiler_trace import busy_ns, run_kernels, span_ns
 from show_collectives import full_size, num_rows
@@ -122,6 +124,8 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
             report(f"{backend}: verdict {'good' if verdict['good'] else 'BAD'}, {verdict['differences']}")
             if verdict["good"]:
                 result |= measure(config, draft_config, args, backend, bytes_read, bandwidth)
+                for line in describe_paths(result["paths"]):
+                    report(f"{backend}: {line}")
         except NotImplementedError as error:
             raise ValueError(f"--backend {backend}: {error}") from error
         if results:
@@ -342,7 +346,8 @@ def measure(
         stepped = timed(jax.jit(step, donate_argnums=1), model, make_state(model, args), args, routing)
         figures["step"] = whole = of_bytes(stepped, bytes_read["verify"] + bytes_read["draft"])
         figures["draft_ms"] = whole["ms"] - figures["verify"]["ms"]
-    return figures | {"computed_tokens_per_s": args.acceptance / (whole["ms"] / 1e3), "acceptance": args.acceptance}
+    computed = {"computed_tokens_per_s": args.acceptance / (whole["ms"] / 1e3), "acceptance": args.acceptance}
+    return figures | computed | {"paths": model.module.backend.paths}
 
 
 def timed(step: Callable, model: Model, state: DecodeState, args: argparse.Namespace, *rest: Any) -> dict[str, Any]:
@@ -491,11 +496,13 @@ def draw(figures: dict[str, Any]) -> Figure:
 
 
 def caption(result: dict[str, Any]) -> str:
-    """Of a bar: the backend, its share of the bandwidth, and what a GPU launched."""
+    """Of a bar: the backend, the operations that it had kernels for, its share of the bandwidth, and what a GPU launched."""
     whole = result.get("step", result.get("verify"))
     if whole is None:
         return f"{result['backend']}\nverdict bad"
     lines = [result["backend"], f"{whole['bandwidth_share']:.1%} of the bandwidth"]
+    if paths := result["paths"]:
+        lines.insert(1, f"kernels of {sum(result['backend'] in each for each in paths.values())} of {len(paths)} operations")
     if whole["launches"] is not None:
         lines.append(f"{whole['launches']:,} launches, gaps {whole['gaps_ms']:.3g} ms")
     return "\n".join(lines)

@@ -182,6 +182,17 @@ def test_verdict_is_against_xla(second_backend, capsys):
     assert "verify" in first and not {"verify", "speed_up"} & set(second)
 
 
+def test_it_is_said_which_kernels_ran(capsys):
+    """The toy's rows and heads are too small for any: its times are those of XLA under another name."""
+    assert bench_decode.main([*TOY, "--backend", "pallas", "--json"]) == 0
+    out, errors = capsys.readouterr()
+    (result,) = json.loads(out.splitlines()[-1])["results"]
+    assert {"blend_norm", "decode_attention", "dense_gemm"} <= result["paths"].keys()
+    for op, paths in result["paths"].items():
+        assert all(path.startswith("xla (") for path in paths)
+        assert errors.splitlines().count(f"pallas: {op}: {', '.join(paths)}") == 1
+
+
 def test_a_backend_that_does_not_do_it(second_backend, capsys):
     def refuse(model):
         raise NotImplementedError("heads of 16, expected 128")
@@ -208,12 +219,13 @@ def figures_of(results) -> dict:
 
 def result_of(backend: str, verify: float, draft: float, **rest) -> dict:
     whole = {"ms": verify + draft, "bandwidth_share": 0.5, "launches": 1234, "gaps_ms": 0.25}
-    return {"backend": backend, "verify": whole | {"ms": verify}, "step": whole, "draft_ms": draft, **rest}
+    return {"backend": backend, "verify": whole | {"ms": verify}, "step": whole, "draft_ms": draft, "paths": {}, **rest}
 
 
 def test_chart():
     pytest.importorskip("matplotlib", reason="--plot draws with matplotlib")
-    faster = result_of("pallas", 6, 1.5, speed_up={"over": "xla", "verify": 1.5, "step": 1.6})
+    paths = {"blend_norm": ["pallas", "xla (why)"], "combine": ["pallas"], "route": ["xla (why)"]}
+    faster = result_of("pallas", 6, 1.5, speed_up={"over": "xla", "verify": 1.5, "step": 1.6}, paths=paths)
     figure = bench_decode.draw(figures_of([result_of("xla", 9, 3), faster, {"backend": "other"}]))
     (axes,) = figure.axes
     bars = sorted((round(bar.get_y() + 0.3, 3), bar.get_x(), bar.get_width()) for bar in axes.patches)
@@ -223,6 +235,7 @@ def test_chart():
     assert [text.get_text() for text in axes.texts] == ["12 ms", "7.5 ms, 1.60 times as fast"]
     labels = [text.get_text().splitlines() for text in axes.get_yticklabels()]
     assert labels[0] == ["xla", "50.0% of the bandwidth", "1,234 launches, gaps 0.25 ms"]
+    assert labels[1][1] == "kernels of 2 of 3 operations"
     assert labels[2] == ["other", "verdict bad"]
     assert "62" in figure.get_suptitle() and "a GPU" in figure.get_suptitle()
 
