@@ -117,7 +117,7 @@ def test_hf_numerics_are_refused_by_load():
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="GPUs run the kernels on any mesh")
 def test_a_mesh_of_a_cpu_is_refused_by_load():
-    """Its devices would share one interpreter, which fails."""
+    """Its devices would share one interpreter, which sooner or later fails."""
     problem = r"^backend = 'pallas': on a CPU its kernels are interpreted, by one device and not by 2; 'xla' serves everywhere$"
     with pytest.raises(ValueError, match=problem):
         muse_jax.load(MUSE_TINY, mesh=sharding.make_mesh(2), backend="pallas")
