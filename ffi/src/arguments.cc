@@ -59,9 +59,8 @@ std::string text_of(DataType type, ffi::AnyBuffer::Dimensions dims) {
 }
 
 std::string text_of(DataType type, const Shape& shape) {
-  return std::string(type_name(type)) + " " + listed(shape, [](auto& text, const Dim& dim) {
-    dim.any() ? text << dim.name : text << dim.size;
-  });
+  return std::string(type_name(type)) + " " +
+         listed(shape, [](auto& text, const Dim& dim) { dim.any() ? text << dim.name : text << dim.size; });
 }
 
 // Reads the call frame part by part and keeps the first problem; after that, what it returns is not to be used.
@@ -201,8 +200,8 @@ void read_shape(Reader& reader, ModelShape* shape) {
   multiple("moe_hidden", shape->moe_hidden, 8 * ranks);
   multiple("moe_intermediate", shape->moe_intermediate, 8 * ranks);
   multiple("vocab", shape->vocab, 8 * ranks);
-  reader.require(shape->top_k <= shape->experts, "attribute top_k = ", shape->top_k, ": at most experts = ",
-                 shape->experts, " is allowed");
+  reader.require(shape->top_k <= shape->experts, "attribute top_k = ", shape->top_k,
+                 ": at most experts = ", shape->experts, " is allowed");
 }
 
 void read_attributes(Reader& reader, VerifyArguments* out) {

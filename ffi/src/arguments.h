@@ -15,11 +15,11 @@ namespace muse {
 struct LayerArguments {
   bool sliding;  // else global
   bool rope;
-  bool nvfp4;               // its experts are
-  const uint8_t* weights;   // [ranks here, weight_bytes], `LayerTable`
-  int64_t weight_bytes;     // of a rank
-  const uint16_t* keys;     // bf16 [1, ranks here K/R, slots, H]
-  const uint16_t* values;   // the same
+  bool nvfp4;              // its experts are
+  const uint8_t* weights;  // [ranks here, weight_bytes], `LayerTable`
+  int64_t weight_bytes;    // of a rank
+  const uint16_t* keys;    // bf16 [1, ranks here K/R, slots, H]
+  const uint16_t* values;  // the same
   int slots;
   uint16_t* new_keys;    // bf16 [1, ranks here K/R, T, H]
   uint16_t* new_values;  // the same

@@ -10,7 +10,7 @@ namespace {
 
 using Floats = std::vector<float>;
 
-// ---- Numbers -------------------------------------------------------------------------------------------------------
+// ---- Numbers --------------------------------------------------------------------------------------------------------
 
 float from_bits(uint32_t bits) {
   float x;
@@ -77,7 +77,7 @@ float largest_magnitude(const float* x, int n) {
   return largest;
 }
 
-// ---- NVFP4 activations: muse_jax.nvfp4.quantize_rows, the same bits ---------------------------------------------------
+// ---- NVFP4 activations: muse_jax.nvfp4.quantize_rows, the same bits -------------------------------------------------
 
 constexpr float kE4m3Max = 448, kInverseE2m1Max = 1 / 6.0;
 
@@ -114,7 +114,7 @@ void quantize(float* x, int n, float scale_of_row) {
   }
 }
 
-// ---- Weights: what the docstring of ffi/layout.py says -------------------------------------------------------------
+// ---- Weights: what the docstring of ffi/layout.py says --------------------------------------------------------------
 
 // Code i of the eight in a word.
 int code_of(uint32_t word, int i) {
@@ -137,9 +137,7 @@ void decode_row(const uint8_t* buffer, const Segment& segment, int matrix, int r
     float* values = out + k_tile * segment.tile_k();
     const int n = std::min(segment.tile_k(), segment.k - k_tile * segment.tile_k());
     switch (segment.kind) {
-      case WeightKind::kFp32:
-        std::memcpy(values, line, 4 * n);
-        break;
+      case WeightKind::kFp32: std::memcpy(values, line, 4 * n); break;
       case WeightKind::kBf16: {
         uint16_t numbers[kTileBytes / 2];
         std::memcpy(numbers, line, sizeof(numbers));
@@ -176,7 +174,7 @@ const float* vector_at(const uint8_t* buffer, const Vector& vector) {
   return reinterpret_cast<const float*>(buffer + vector.offset);
 }
 
-// ---- The step ------------------------------------------------------------------------------------------------------
+// ---- The step -------------------------------------------------------------------------------------------------------
 
 // The memory of one rank. A name with `own_` is what the rank computes of something that all ranks gather; without it,
 // what it gathered. P is T top_k, the routed rows: row t's slot s is routed row t top_k + s.
@@ -648,7 +646,7 @@ class Step {
   }
 
   // Pieces [rows, n] of all ranks, side by side, [rows, R n], in the memory of each.
-  void gather(int rows, Floats Rank::*own, Floats Rank::*all) {
+  void gather(int rows, Floats Rank::* own, Floats Rank::* all) {
     const int ranks = shape_.ranks;
     for (Rank& reader : ranks_) {
       (reader.*all).resize((reader.*own).size() * ranks);

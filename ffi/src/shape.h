@@ -16,13 +16,13 @@
 
 namespace muse {
 
-constexpr int kTileRows = 64;     // output rows
-constexpr int kTileBytes = 128;   // of a row of a tile
-constexpr int kTileScales = 16;   // of a row of a tile of NVFP4
-constexpr int kChunk = 16;        // bytes that the swizzle moves together
-constexpr int kScaleBlock = 16;   // NVFP4 values that share a scale
-constexpr int kNumParts = 8;      // that a sum over K of o_proj is cut into, whatever the number of ranks
-constexpr int kMaxRows = 16;      // of a step
+constexpr int kTileRows = 64;    // output rows
+constexpr int kTileBytes = 128;  // of a row of a tile
+constexpr int kTileScales = 16;  // of a row of a tile of NVFP4
+constexpr int kChunk = 16;       // bytes that the swizzle moves together
+constexpr int kScaleBlock = 16;  // NVFP4 values that share a scale
+constexpr int kNumParts = 8;     // that a sum over K of o_proj is cut into, whatever the number of ranks
+constexpr int kMaxRows = 16;     // of a step
 constexpr int kMaxTopK = 8;
 constexpr int kMaxRanks = 8;
 constexpr int kStatusSize = 8;
