@@ -1,0 +1,347 @@
+// The verify step of the target: one launch for each decoder layer, or for several, or for all.
+//
+//   launch l:  attention of layer l  ...  post_ffn of layer l, qkv of layer l + 1
+//   the first begins with the embedding and qkv of layer 0, the last ends with lm_head
+//
+// A CTA on each SM walks the same list of phases. Sixteen consumer warps compute; a producer warp streams weights and
+// committed keys into shared memory as fast as there is room, across phases and layers; a janitor warp clears exchange
+// buffers for the round after the next. What CTAs give each other goes through exchange buffers in which data is its
+// own flag (sync.cuh): there is no grid barrier. Every wait ends: by data, or after a deadline with an error that says
+// who waited for what.
+
+#include "megakernel.h"
+
+#include "phases/attention.cuh"
+#include "phases/experts.cuh"
+#include "phases/projections.cuh"
+#include "phases/rows.cuh"
+
+namespace muse {
+namespace {
+
+// ---- The phases of a layer, and who waits for whom in them ----------------------------------------------------------
+// l: -1 stands for the embedding, which takes a layer's place before layer 0.
+__device__ __forceinline__ bool has_phase(const Cta& cta, Phase phase, int l) {
+  if (phase == Phase::kQkv) return l + 1 < cta.sizes().layers;
+  if (phase == Phase::kLmHead) return l + 1 == cta.sizes().layers;
+  return (phase == Phase::kEmbed) == (l < 0);
+}
+
+__device__ __forceinline__ Phase first_phase(int l) { return l < 0 ? Phase::kEmbed : Phase::kHeads; }
+__device__ __forceinline__ Phase after(Phase phase) { return static_cast<Phase>(static_cast<int>(phase) + 1); }
+
+// ---- Consumers ------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void consume_phase(const Cta& cta, Consumer& consumer, Phase phase, int l,
+                                              uint32_t layers_done) {
+  switch (phase) {
+    case Phase::kHeads:
+    case Phase::kOSum:
+    case Phase::kPooled:
+    case Phase::kBranch: return finish_tiles(cta, phase, l);
+    case Phase::kAttention: return run_attention(cta, consumer, l);
+    case Phase::kMergeAttention: return merge_attention(cta, l);
+    case Phase::kOProj:
+    case Phase::kPreExpertProj:
+    case Phase::kPostExpertProj:
+    case Phase::kQkv: return run_projection<Kind::kBf16>(cta, consumer, phase, phase == Phase::kQkv ? l + 1 : l);
+    case Phase::kRouter: return run_projection<Kind::kFp32>(cta, consumer, phase, l);
+    case Phase::kTopK: return finish_router(cta, l);
+    case Phase::kEmbed:
+    case Phase::kPostAttention:
+    case Phase::kPostFfn: return finish_rows(cta, phase, l);
+    case Phase::kMoeIn:
+    case Phase::kQuantizeHidden: return finish_expert_rows(cta, phase, l);
+    case Phase::kExpertGateUp:
+    case Phase::kExpertDown:
+    case Phase::kLmHead:
+      if (phase == Phase::kExpertGateUp) wait_for_barrier(cta, &cta.shared.experts_full, layers_done & 1);
+      if (phase != Phase::kLmHead && (cta.layer(l).flags & kNvfp4Flag))
+        return run_stack<Kind::kNvfp4>(cta, consumer, phase, l);
+      return run_stack<Kind::kBf16>(cta, consumer, phase, l);
+    case Phase::kCombine:
+      combine(cta, l);
+      consumer_barrier();
+      if (threadIdx.x == 0) mbarrier_arrive(shared_address(&cta.shared.experts_empty));
+      return;
+  }
+}
+
+__device__ __forceinline__ void consume(Cta& cta, uint32_t base) {
+  Consumer consumer;
+  const Launch& launch = cta.launch;
+#pragma unroll 1
+  for (int l = launch.begin; l < launch.end; ++l) {
+    cta.begin_round(base + 1 + l);
+#pragma unroll 1
+    for (Phase phase = first_phase(l); phase <= Phase::kLmHead; phase = after(phase)) {
+      if (!has_phase(cta, phase, l)) continue;
+      cta.enter(phase, l);
+      consume_phase(cta, consumer, phase, l, l - max(launch.begin, 0));
+    }
+    // This CTA has read everything of the round.
+    consumer_barrier();
+    if (threadIdx.x == 0) add_release(&launch.workspaces[cta.rank]->signed_off[cta.round % 4], 1);
+  }
+}
+
+// ---- Producer: what the phases need through the ring, in the same order ---------------------------------------------
+
+__device__ __forceinline__ void produce(Cta& cta, uint32_t base) {
+  Producer producer{cta, evict_first_policy()};
+  const Launch& launch = cta.launch;
+  const bool loads = cta.lane == 0;
+#pragma unroll 1
+  for (int l = launch.begin; l < launch.end; ++l) {
+    cta.begin_round(base + 1 + l);
+#pragma unroll 1
+    for (Phase phase = first_phase(l); phase <= Phase::kLmHead; phase = after(phase)) {
+      if (!has_phase(cta, phase, l)) continue;
+      if (phase == Phase::kExpertGateUp) {
+        __syncwarp();
+        wait_for_barrier(cta, &cta.shared.experts_empty, ((l - max(launch.begin, 0)) & 1) ^ 1);
+        build_experts(cta, l);
+        if (loads) mbarrier_arrive(shared_address(&cta.shared.experts_full));
+      }
+      if (!loads) continue;
+      switch (phase) {
+        case Phase::kAttention: load_attention(cta, producer, l); break;
+        case Phase::kOProj:
+        case Phase::kRouter:
+        case Phase::kPreExpertProj:
+        case Phase::kPostExpertProj:
+        case Phase::kQkv: {
+          const Projection projection = projection_of(cta, phase, phase == Phase::kQkv ? l + 1 : l);
+          load_slices(cta, producer, projection.matrix(cta), projection.shift);
+          break;
+        }
+        case Phase::kExpertGateUp:
+        case Phase::kExpertDown:
+        case Phase::kLmHead: load_stack(cta, producer, phase, l); break;
+        default: break;
+      }
+    }
+    __syncwarp();
+  }
+  // Copies that nobody waited for (after an abort) end before shared memory is somebody else's.
+  if (loads) {
+    for (uint32_t stage = producer.next > kStages ? producer.next - kStages : 0; stage < producer.next; ++stage) {
+      const RingPosition at{stage};
+      while (!mbarrier_try_wait(shared_address(&cta.shared.full[at.slot()]), at.parity())) {
+      }
+    }
+  }
+}
+
+// ---- Janitor: clears the buffers of the round after this one, and says when all have --------------------------------
+
+__device__ __forceinline__ void open_round(const Cta& cta, uint32_t round) {
+  if (cta.lane < cta.sizes().ranks && !cta.sizes().loopback) {
+    wait_for_count(cta.waiting, &cta.launch.workspaces[cta.rank]->opened[cta.lane], round, cta.lane);
+  }
+  __syncwarp();
+  if (cta.lane == 0) *static_cast<volatile uint32_t*>(&cta.shared.open_round) = round;
+}
+
+__device__ __forceinline__ void clear_next_round(const Cta& cta) {
+  Workspace* workspace = cta.launch.workspaces[cta.rank];
+  const uint32_t round = cta.round, next = round + 1, count = cta.count;
+  if (round >= 2) {
+    // Its buffers are those of round - 2: everybody has read them.
+    if (cta.lane == 0)
+      wait_for_count(cta.waiting, &workspace->signed_off[(round - 2) % 4], count * ((round - 2) / 4 + 1), cta.rank);
+    __syncwarp();
+    const uint32_t words = cta.launch.buffers.bytes / sizeof(uint4);
+    uint4* to = cta.own<uint4>(0, true);
+    const uint4 absent = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
+    const uint32_t begin = static_cast<uint64_t>(words) * cta.index / count,
+                   end = static_cast<uint64_t>(words) * (cta.index + 1) / count;
+    for (uint32_t i = begin + cta.lane; i < end; i += 32) store_relaxed(to + i, absent);
+    __syncwarp();
+  }
+  if (cta.lane == 0) {
+    add_release(&workspace->cleared[next % 4], 1);
+    if (cta.index == 0) {
+      // Round 0 is clear from the start, so its counter is one lap behind.
+      wait_for_count(cta.waiting, &workspace->cleared[next % 4], count * (next / 4 + (next % 4 != 0)), cta.rank);
+      __threadfence_system();
+      for (int p = 0; p < (cta.sizes().loopback ? 1 : cta.sizes().ranks); ++p) {
+        store_release(&cta.launch.workspaces[cta.sizes().loopback ? cta.rank : p]->opened[cta.rank], next);
+      }
+    }
+    if (cta.sizes().loopback) wait_for_count(cta.waiting, &workspace->opened[cta.rank], next, cta.rank);
+  }
+  __syncwarp();
+  open_round(cta, next);
+}
+
+__device__ __forceinline__ void clean(Cta& cta, uint32_t base) {
+  const Launch& launch = cta.launch;
+  if (launch.begin < 0) open_round(cta, base);
+#pragma unroll 1
+  for (int l = launch.begin; l < launch.end; ++l) {
+    cta.begin_round(base + 1 + l);
+    clear_next_round(cta);
+  }
+}
+
+// ---- Watchdog: a CTA that stays in a phase for longer than the deadline waits for something that does not come ------
+
+__device__ __forceinline__ void give_up_everywhere(const Cta& cta) {
+  const int ranks = cta.sizes().loopback ? 1 : cta.sizes().ranks;
+  for (int i = 0; i < ranks; ++i) store_relaxed(&cta.launch.workspaces[ranks == 1 ? cta.rank : i]->aborted, 1u);
+}
+
+__device__ __forceinline__ void watch(const Cta& cta) {
+  volatile Site& site = cta.shared.site;
+  volatile bool& finished = cta.shared.finished;
+  volatile uint32_t& aborted = cta.shared.aborted;
+  Workspace* workspace = cta.launch.workspaces[cta.rank];
+  uint32_t steps = site.steps;
+  uint64_t since = global_timer_ns();
+  while (!finished && !aborted) {
+    __nanosleep(20000);
+    const uint64_t now = global_timer_ns();
+    if (site.steps != steps) {
+      steps = site.steps;
+      since = now;
+    }
+    const bool late = now - since > cta.launch.deadline_ns;
+    if (!late && load_relaxed(&workspace->aborted) == 0) continue;
+    const int32_t layer = site.layer, phase = static_cast<int32_t>(site.phase);
+    aborted = 1;
+    if (!late || atomicCAS(&workspace->failure.code, kNoFailure, kDeadline) != kNoFailure) break;
+    __nanosleep(100000);  // for those who wait to say whom they waited for
+    workspace->failure.rank = cta.rank;
+    workspace->failure.layer = layer;
+    workspace->failure.phase = phase;
+    workspace->failure.item = cta.index;
+    workspace->failure.peer = site.peer;
+    give_up_everywhere(cta);
+  }
+}
+
+// ---- The kernel -----------------------------------------------------------------------------------------------------
+
+__global__ void __launch_bounds__(kThreads, 1) decode_megakernel(const __grid_constant__ Launch launch) {
+  SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory());
+  const int here = blockIdx.x / launch.ctas_per_rank, rank = launch.first_rank + here;
+  Workspace* workspace = launch.workspaces[rank];
+  if (workspace->call != launch.call) return;  // another call is running, `begin_call` has said so
+  const uint32_t base = workspace->round;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(shared_address(&shared.full[i]), 1);
+      mbarrier_init(shared_address(&shared.empty[i]), kTilesPerStage);
+    }
+    mbarrier_init(shared_address(&shared.experts_full), 1);
+    mbarrier_init(shared_address(&shared.experts_empty), 1);
+    mbarrier_init_fence();
+    shared.site = {0, launch.begin, first_phase(launch.begin), -1};
+    shared.finished = false;
+    shared.aborted = workspace->aborted;
+    // The round of this launch's first layer was opened by the launch before.
+    shared.open_round = launch.begin < 0 ? base - 1 : base + 1 + launch.begin;
+  }
+  __syncthreads();
+  Cta cta{launch,
+          shared,
+          Waiting{&shared.aborted, &shared.site},
+          rank,
+          here,
+          static_cast<int>(blockIdx.x) % launch.ctas_per_rank,
+          launch.ctas_per_rank,
+          static_cast<int>(threadIdx.x),
+          __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32,
+                      0),  // so that the compiler knows that warps stay together
+          static_cast<int>(threadIdx.x) % 32,
+          base,
+          0,
+          0};
+  if (cta.warp < kConsumerWarps) {
+    take_registers<kConsumerRegisters>();
+    consume(cta, base);
+    consumer_barrier();
+    if (threadIdx.x == 0) *static_cast<volatile bool*>(&shared.finished) = true;
+  } else {
+    give_registers<kOtherRegisters>();
+    if (cta.warp == kProducerWarp) produce(cta, base);
+    else if (cta.warp == kJanitorWarp) clean(cta, base);
+    else if (cta.warp == kWatchdogWarp && cta.lane == 0) watch(cta);
+  }
+  __syncthreads();
+  if (launch.end < launch.sizes.layers || threadIdx.x != 0) return;
+  // The last CTA to leave ends the call.
+  Workspace* first = launch.workspaces[launch.first_rank];
+  __threadfence();
+  if (atomicAdd(&first->exited, 1u) + 1 < gridDim.x) return;
+  first->exited = 0;
+  for (int r = launch.first_rank; r < launch.first_rank + launch.sizes.ranks_here; ++r) {
+    Workspace* of_rank = launch.workspaces[r];
+    of_rank->round = base + launch.sizes.layers + 1;
+    const Failure& failure = of_rank->failure;
+    if (failure.code == kNoFailure || launch.status[0] != kNoFailure) continue;
+    const int32_t words[6] = {failure.code, failure.rank, failure.layer, failure.phase, failure.item, failure.peer};
+    for (int i = 0; i < 6; ++i) launch.status[i] = words[i];
+  }
+  __threadfence();
+  for (int r = launch.first_rank; r < launch.first_rank + launch.sizes.ranks_here; ++r) launch.workspaces[r]->call = 0;
+}
+
+// Takes the workspaces for this call, or says that another one has them. After a call that gave up, everything becomes
+// as it was at the beginning.
+__global__ void begin_call(const __grid_constant__ Launch launch) {
+  Workspace* first = launch.workspaces[launch.first_rank];
+  const int end = launch.first_rank + launch.sizes.ranks_here;
+  if (blockIdx.x == 0 && threadIdx.x < kStatusSize) launch.status[threadIdx.x] = 0;
+  if (load_relaxed(&first->call) != 0) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) launch.status[0] = kOverlap;
+    return;
+  }
+  if (first->aborted != 0) {
+    const size_t threads = static_cast<size_t>(gridDim.x) * blockDim.x;
+    for (int r = launch.first_rank; r < end; ++r) {
+      uint4* words = reinterpret_cast<uint4*>(launch.workspaces[r] + 1);
+      const size_t count = static_cast<size_t>(kRounds) * launch.buffers.bytes / sizeof(uint4);
+      for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += threads) {
+        words[i] = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
+      }
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x != 0 || atomicAdd(&first->arrived, 1u) + 1 < gridDim.x) return;
+  for (int r = launch.first_rank; r < end; ++r) {
+    Workspace* workspace = launch.workspaces[r];
+    if (workspace->aborted != 0) *workspace = Workspace{};
+    workspace->arrived = 0;
+    workspace->call = launch.call;
+  }
+}
+
+}  // namespace
+
+#ifndef MUSE_EMULATED
+cudaError_t prepare_megakernel() {
+  return cudaFuncSetAttribute(decode_megakernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SharedStorage));
+}
+#endif
+
+cudaError_t launch_megakernel(Launch& launch, int layers_per_launch, int trace_layer, float* trace,
+                              cudaStream_t stream) {
+  const uint32_t ctas = launch.ctas_per_rank * launch.sizes.ranks_here;
+  const int layers = launch.sizes.layers;
+  cudaError_t error = queue(begin_call, {ctas}, 512, 0, stream, launch);
+  for (int begin = 0, end = 0; begin < layers && error == cudaSuccess; begin = end) {
+    end = begin + layers_per_launch < layers ? begin + layers_per_launch : layers;
+    // The buffers of a layer are there until the one after the next.
+    if (trace != nullptr && begin <= trace_layer && trace_layer < end) end = trace_layer + 1;
+    launch.begin = begin == 0 ? -1 : begin;
+    launch.end = end;
+    error = queue(decode_megakernel, {ctas}, kThreads, sizeof(SharedStorage), stream, launch);
+    if (error == cudaSuccess && trace != nullptr && end == trace_layer + 1)
+      error = copy_trace(launch, trace_layer, trace, stream);
+  }
+  return error;
+}
+
+}  // namespace muse

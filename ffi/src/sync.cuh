@@ -1,0 +1,118 @@
+// Waiting. Between CTAs and between GPUs data is its own flag: a reader looks at the words it needs until none of them
+// is kAbsent, which no arithmetic gives (a NaN is 0x7fffffff or a pair of 0x7fff). The argument why nobody overwrites
+// what somebody still reads, and why nobody waits for ever, is in ffi/README.md.
+#pragma once
+
+#include "launch.h"
+#include "ptx.cuh"
+
+namespace muse {
+
+// What a layer's launch does, in this order; the embedding comes before layer 0, lm_head after the last.
+enum class Phase : int32_t {
+  kHeads,  // of q, k, v and gate: sums of the qkv projection, norm, RoPE
+  kAttention,
+  kMergeAttention,
+  kOProj,
+  kOSum,
+  kPostAttention,
+  kRouter,
+  kPreExpertProj,
+  kTopK,
+  kPooled,
+  kMoeIn,
+  kExpertGateUp,
+  kQuantizeHidden,
+  kExpertDown,
+  kCombine,
+  kPostExpertProj,
+  kBranch,
+  kPostFfn,
+  kEmbed,
+  kQkv,
+  kLmHead,
+};
+
+// Where a CTA is, for the watchdog and its message. In shared memory.
+struct Site {
+  uint32_t steps;  // phases entered so far: while this grows, nobody is stuck
+  int32_t layer;
+  Phase phase;
+  int32_t peer;  // whose data did not come, as the waiting threads say when they give up; -1: nobody's in particular
+};
+
+// What a waiting thread looks at now and then; the watchdog sets it.
+struct Waiting {
+  volatile uint32_t* aborted;
+  volatile Site* site;
+
+  __device__ __forceinline__ bool is_over(uint32_t& looks, int32_t peer) const {
+    pause();
+    if (++looks % 64 != 0 || !*aborted) return false;
+    if (peer >= 0) site->peer = peer;
+    return true;
+  }
+};
+
+// kAbsent is the largest of all words.
+__device__ __forceinline__ bool present(uint32_t v) { return v != kAbsent; }
+__device__ __forceinline__ bool present(const uint2& v) { return max(v.x, v.y) != kAbsent; }
+__device__ __forceinline__ bool present(const uint4& v) { return max(max(v.x, v.y), max(v.z, v.w)) != kAbsent; }
+
+template <typename Word>
+__device__ __forceinline__ Word absent();
+template <>
+__device__ __forceinline__ uint32_t absent() {
+  return kAbsent;
+}
+template <>
+__device__ __forceinline__ uint2 absent() {
+  return make_uint2(kAbsent, kAbsent);
+}
+template <>
+__device__ __forceinline__ uint4 absent() {
+  return make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
+}
+
+// Loads words that another thread writes in this round. A whole warp calls it: it waits for the words of all its lanes,
+// so that it stays together. wanted: where false, the result is zero and nothing is read.
+template <int kCount, typename Word>
+__device__ __forceinline__ void receive(const Waiting& waiting, const Word* const (&from)[kCount],
+                                        const bool (&wanted)[kCount], Word (&to)[kCount], int32_t peer = -1) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) to[i] = wanted[i] ? absent<Word>() : Word{};
+  uint32_t looks = 0;
+  bool complete;
+#pragma unroll 1
+  do {
+    complete = true;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (present(to[i])) continue;
+      to[i] = load_relaxed(from[i]);
+      complete = false;
+    }
+  } while (!__all_sync(0xffffffffu, complete || waiting.is_over(looks, peer)));
+}
+
+template <typename Word>
+__device__ __forceinline__ Word receive(const Waiting& waiting, const Word* from, int32_t peer = -1) {
+  const Word* const froms[1] = {from};
+  const bool wanted[1] = {true};
+  Word to[1];
+  receive(waiting, froms, wanted, to, peer);
+  return to[0];
+}
+
+// Waits until a counter has reached a value, and sees what was written before it was raised.
+__device__ __forceinline__ void wait_for_count(const Waiting& waiting, const uint32_t* counter, uint32_t value,
+                                               int32_t peer) {
+  uint32_t looks = 0;
+  while (static_cast<int32_t>(load_acquire(counter) - value) < 0 && !waiting.is_over(looks, peer)) {
+  }
+}
+
+// fp32 as it is published: minus zero and all NaNs but kAbsent are themselves.
+__device__ __forceinline__ uint32_t word_of(float x) { return __float_as_uint(x); }
+
+}  // namespace muse
