@@ -17,7 +17,10 @@ import jax
 import jaxlib
 
 # FFI targets, with the library's function for each platform.
-HANDLERS = {"muse_verify": {"cpu": "MuseVerifyHost", "CUDA": "MuseVerifyCuda"}}
+HANDLERS = {
+    "muse_verify": {"cpu": "MuseVerifyHost", "CUDA": "MuseVerifyCuda"},
+    "muse_verify_emulated": {"cpu": "MuseVerifyEmulated"},
+}
 PLATFORMS = ("cpu", "CUDA")
 OLDEST_JAXLIB = (0, 10, 2)
 
@@ -150,11 +153,12 @@ def _load(platform: str) -> ctypes.CDLL:
         # A Host library of its own: a test on a CPU need not wait for nvcc.
         path = build.find_or_build(platform == "CUDA", progress=_say) / build.LIBRARY
     library = ctypes.CDLL(str(path))
-    missing = [symbols[platform] for symbols in HANDLERS.values() if not hasattr(library, symbols[platform])]
+    handlers = {target: symbols[platform] for target, symbols in HANDLERS.items() if platform in symbols}
+    missing = [symbol for symbol in handlers.values() if not hasattr(library, symbol)]
     if missing:
         raise RuntimeError(f"{path} lacks {', '.join(missing)}")
-    for target, symbols in HANDLERS.items():
-        handler = jax.ffi.pycapsule(getattr(library, symbols[platform]))
+    for target, symbol in handlers.items():
+        handler = jax.ffi.pycapsule(getattr(library, symbol))
         jax.ffi.register_ffi_target(target, handler, platform=platform, api_version=1)
     return library
 

@@ -190,6 +190,8 @@ def verify(
     layers: Sequence[jax.Array],
     caches: Sequence[tuple[jax.Array, jax.Array]],
     routing: tuple[jax.Array, jax.Array] | None = None,
+    *,
+    emulated: bool = False,
 ) -> VerifyResult:
     """Runs the step.
 
@@ -199,7 +201,7 @@ def verify(
               in each slot, -1 if none.  embedding: [Rh, V/R, D] bf16.  head, layers: [Rh, bytes] uint8, from
               `layout.pack_head` and `layout.pack_layer`.  caches: for each layer keys and values [1, Rh K/R, slots, H] bf16,
               of sliding layers a ring, else slot = position.  routing: expert ids [L, T, top_k] int32 and weights fp32,
-              in place of the router's.
+              in place of the router's.  emulated: on a CPU, run the kernel's own source on an emulated device, for tests.
     Raises:   ValueError for what does not fit together; the call itself fails with INVALID_ARGUMENT and the name of an operand
               of another shape or dtype, and on a CPU also for tokens or expert ids that do not exist.
     """
@@ -229,7 +231,8 @@ def verify(
     ]
     operands = [tokens, positions, length, visible, rope, ring_positions, *routing, embedding, head, *layers]
     operands += [x for pair in caches for x in pair]
-    logits, *new, taps, trace, status = jax.ffi.ffi_call("muse_verify", results)(*operands, **config._attributes)
+    target = "muse_verify_emulated" if emulated else "muse_verify"
+    logits, *new, taps, trace, status = jax.ffi.ffi_call(target, results)(*operands, **config._attributes)
     return VerifyResult(
         logits=logits,
         rows=list(zip(new[::2], new[1::2], strict=True)),

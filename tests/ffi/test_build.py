@@ -33,6 +33,8 @@ int helper() { return 0; }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MuseVerifyHost, twice,
                               ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MuseVerifyEmulated, twice,
+                              ffi::Ffi::Bind().Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::F32>>());
 """
 
 # 64 values of each thread live across a barrier and have 32 registers.
@@ -163,7 +165,7 @@ def test_what_a_key_depends_on(source, monkeypatch):
 def test_only_handlers_are_exported(source):
     path = build.find_or_build(False) / build.LIBRARY
     symbols = subprocess.run(["nm", "-D", "--defined-only", path], capture_output=True, text=True, check=True).stdout
-    assert {line.split()[-1] for line in symbols.splitlines()} == {"MuseVerifyHost", "muse_ffi_version"}
+    assert {line.split()[-1] for line in symbols.splitlines()} == {"MuseVerifyHost", "MuseVerifyEmulated", "muse_ffi_version"}
 
 
 @needs_tools

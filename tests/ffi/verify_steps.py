@@ -50,6 +50,15 @@ SMALL = dataclasses.replace(
     nvfp4_layers=(0, 3),
     dtype="bfloat16",
 )
+# As SMALL, with two layers.
+TWO_LAYERS = dataclasses.replace(
+    SMALL,
+    num_hidden_layers=2,
+    layer_types=SMALL.layer_types[:2],
+    layer_uses_rope=SMALL.layer_uses_rope[:2],
+    mlp_layer_types=SMALL.mlp_layer_types[:2],
+    nvfp4_layers=(0,),
+)
 # The sizes of the bundled checkpoint.
 TINY_SIZES = dataclasses.replace(
     SMALL,
@@ -278,13 +287,20 @@ def _rope(positions: jax.Array, config: ModelConfig) -> jax.Array:
     return jnp.concatenate(ops.rope_tables(positions[None], inv_freq, SERVING, BF16))
 
 
-jitted_verify = jax.jit(verify, static_argnames="config", compiler_options=QUICKLY)
+jitted_verify = jax.jit(verify, static_argnames=("config", "emulated"), compiler_options=QUICKLY)
 
 
-def run(case: Case, ranks: int = 1, cache: KVCache | None = None, nodes: Tree | None = None, **settings) -> VerifyResult:
+def run(
+    case: Case,
+    ranks: int = 1,
+    cache: KVCache | None = None,
+    nodes: Tree | None = None,
+    emulated: bool = False,
+    **settings,
+) -> VerifyResult:
     library.load()
     config = verify_config(case, ranks, **settings)
-    return jitted_verify(config, **operands(case, config, cache, nodes))
+    return jitted_verify(config, **operands(case, config, cache, nodes), emulated=emulated)
 
 
 # ---- muse_jax -----------------------------------------------------------------------------------------------------------

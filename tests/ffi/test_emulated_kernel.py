@@ -1,0 +1,131 @@
+"""The kernel's own source on the emulated device: every phase, any number of ranks and CTAs, and a CTA that does not come.
+
+What is asynchronous or relaxed on a GPU happens at once and in order here, so this does not take the place of a GPU.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent))  # of verify_steps
+
+import verify_steps
+from verify_phases import chain, check_phases
+from verify_steps import SMALL, TINY_SIZES, TWO_LAYERS, Case
+
+from ffi import library
+
+
+@pytest.fixture
+def device() -> Iterator[Callable[..., None]]:
+    """Sets the emulated device: seed of the order of warps, CTAs of a rank, the CTA that runs last."""
+
+    def settings(seed: int = 1, ctas_per_rank: int = 3, stalled_cta: int = -1) -> None:
+        library.load().muse_ffi_emulation(seed, ctas_per_rank, stalled_cta)
+
+    yield settings
+    settings()
+
+
+# Layers of SMALL: 0 sliding, RoPE, NVFP4; 1 global, NoPE, bf16; 2 sliding, NoPE, bf16; 3 global, RoPE, NVFP4.
+@pytest.mark.parametrize(
+    ("case", "i"),
+    [
+        (Case(), 0),
+        (Case(forced=True), 1),
+        (Case(activations="nvfp4"), 0),
+        (Case(activations="nvfp4", forced=True), 3),
+        (Case(rows=7, length=1), 0),
+        (Case(rows=7, length=15), 1),
+        (Case(rows=1, length=128), 3),  # the cache is full
+        (Case(TINY_SIZES, length=75), 0),
+        (Case(TINY_SIZES, activations="nvfp4"), 1),
+    ],
+    ids=lambda value: "" if isinstance(value, Case) else f"layer{value}",
+)
+def test_phases(case, i):
+    check_phases(case, i, emulated=True)
+
+
+def test_rows_out_of_each_others_window():
+    check_phases(Case(dataclasses.replace(SMALL, sliding_window=5), length=30), 0, chain(Case(length=30)), emulated=True)
+
+
+def test_a_context_of_several_blocks_a_cta():
+    """More than 32 blocks of 128 keys, so that a CTA takes two."""
+    check_phases(Case(TINY_SIZES, length=4200, slots=4224, rows=3), 1, emulated=True)
+
+
+def bits(result) -> list[bytes]:
+    assert not np.any(result.status)
+    logits = np.concatenate(result.logits, axis=-1)
+    return [np.asarray(x).tobytes() for x in (logits, result.taps, *jax.tree.leaves(result.rows))]
+
+
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+def test_bits_do_not_depend_on_ranks_launches_ctas_or_order(device, activations):
+    case = Case(TWO_LAYERS, rows=3, activations=activations)
+
+    def step(ranks: int = 1, layers_per_launch: int = 1, **settings: int) -> list[bytes]:
+        device(**settings)
+        return bits(verify_steps.run(case, ranks, emulated=True, taps=(0,), layers_per_launch=layers_per_launch))
+
+    one = step()
+    assert step(layers_per_launch=2, seed=2) == one  # in the next rounds of the same buffers
+    assert step(ranks=2, ctas_per_rank=4, seed=3) == one
+    assert step(ranks=8, ctas_per_rank=2, seed=4) == one
+    assert step(ctas_per_rank=17, seed=5) == one
+
+
+def test_loopback_ends():
+    """A rank of eight alone does the work of a rank; its results mean nothing."""
+    result = verify_steps.run(Case(TWO_LAYERS, rows=4, loopback=8), 8, emulated=True)
+    assert not np.any(result.status) and np.all(np.isfinite(result.logits))
+
+
+@pytest.mark.parametrize("length", [1, 90])
+def test_what_is_not_committed_is_not_read(length):
+    case = Case(TWO_LAYERS, length=length, rows=5)
+
+    def step(unused: float | None) -> list[bytes]:
+        cache = verify_steps.make_cache(case, unused)
+        return bits(verify_steps.run(case, cache=cache, emulated=True))
+
+    assert step(np.nan) == step(None)
+
+
+def test_rows_of_nan_end_as_such():
+    """The router of such a row chooses different experts, so nobody waits for one that was chosen twice."""
+    case = Case(rows=3)
+    config = verify_steps.verify_config(case)
+    arguments = verify_steps.operands(case, config)
+    library.load()
+    arguments["embedding"] = jnp.full_like(arguments["embedding"], jnp.nan)
+    result = verify_steps.jitted_verify(config, **arguments, emulated=True)
+    assert not np.any(result.status) and np.all(np.isnan(result.logits))
+
+
+@pytest.mark.parametrize("stalled_cta", [1, 4])
+def test_a_cta_that_does_not_come_is_named_and_the_next_call_works(device, stalled_cta):
+    case = Case(TWO_LAYERS, rows=4)
+
+    def step() -> tuple:
+        result = verify_steps.run(case, 2, emulated=True, deadline_ms=1)
+        return result, list(np.asarray(result.status))
+
+    good = bits(step()[0])
+    for seed in (1, 2, 3):
+        device(seed=seed, stalled_cta=stalled_cta)
+        _, (code, rank, layer, _, _, _, *rest) = step()
+        # Whoever gave up first, in the embedding or soon after it.
+        assert code == 1 and rank in (0, 1) and layer in (-1, 0) and rest == [0, 0]
+        device(seed=seed)
+        assert bits(step()[0]) == good
