@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -39,6 +40,19 @@ def load(platform: str = "cpu") -> ctypes.CDLL:
                 raise RuntimeError(f"the {platform} handlers of muse_ffi cannot serve: {'; '.join(reasons)}")
             _loaded[platform] = _load(platform)
         return _loaded[platform]
+
+
+def prepare(shape: Sequence[int], quantized: bool, devices: Sequence[int]) -> None:
+    """Makes what calls on GPUs need besides their operands: memory for exchange, access between GPUs. Once is enough.
+
+    Args:     shape: `VerifyConfig.numbers`.  devices: CUDA's number of the GPU of each rank, all the same where one GPU
+              emulates them; in loopback one.
+    Raises:   RuntimeError if a GPU refuses.
+    """
+    numbers, gpus = (ctypes.c_int32 * len(shape))(*shape), (ctypes.c_int32 * len(devices))(*devices)
+    message = ctypes.create_string_buffer(512)
+    if load("CUDA").muse_ffi_prepare(numbers, int(quantized), gpus, len(devices), message, len(message)):
+        raise RuntimeError(f"muse_ffi: {message.value.decode()}")
 
 
 def unavailable(platform: str) -> list[str]:

@@ -113,6 +113,14 @@ class VerifyConfig:
         return Shape(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Shape)})
 
     @property
+    def numbers(self) -> tuple[int, ...]:
+        """For `library.prepare`: the fields of ModelShape in src/shape.h, in their order."""
+        return (
+            *(self.hidden, self.heads, self.kv_heads, self.head_dim, self.moe_hidden, self.moe_intermediate),
+            *(self.experts, self.top_k, self.vocab, self.ranks),
+        )
+
+    @property
     def trace_shapes(self) -> dict[str, tuple[int, ...]]:
         """What a rank has in its trace, in its order, without the axis of rows that each array has first."""
         d, m, h, k = self.hidden, self.moe_hidden, self.head_dim, self.top_k

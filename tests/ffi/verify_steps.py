@@ -295,12 +295,20 @@ def run(
     ranks: int = 1,
     cache: KVCache | None = None,
     nodes: Tree | None = None,
-    emulated: bool = False,
+    target: str = "host",
     **settings,
 ) -> VerifyResult:
-    library.load()
+    """target: "host", the reference; "emulated", the kernel on the emulated device; "cuda", the kernel on the first GPU."""
     config = verify_config(case, ranks, **settings)
-    return jitted_verify(config, **operands(case, config, cache, nodes), emulated=emulated)
+    return call(config, operands(case, config, cache, nodes), target)
+
+
+def call(config: VerifyConfig, operands: dict, target: str = "host") -> VerifyResult:
+    if target == "cuda":
+        library.prepare(config.numbers, config.quantized, [0] * (1 if config.loopback else config.ranks))
+    else:
+        library.load()
+    return jitted_verify(config, **operands, emulated=target == "emulated")
 
 
 # ---- muse_jax -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
-"""The kernel's own source on the emulated device: every phase, any number of ranks and CTAs, and a CTA that does not come.
+"""The kernel: every phase, any number of ranks, launches and CTAs, what must not be read, and a CTA that does not come.
 
-What is asynchronous or relaxed on a GPU happens at once and in order here, so this does not take the place of a GPU.
+Its own source runs on the emulated device, where what is asynchronous or relaxed on a GPU happens at once and in order, and on
+a GPU where there is one.
 """
 
 from __future__ import annotations
@@ -35,7 +36,11 @@ def device() -> Iterator[Callable[..., None]]:
     settings()
 
 
+on_every_device = pytest.mark.parametrize("target", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
 # Layers of SMALL: 0 sliding, RoPE, NVFP4; 1 global, NoPE, bf16; 2 sliding, NoPE, bf16; 3 global, RoPE, NVFP4.
+@on_every_device
 @pytest.mark.parametrize(
     ("case", "i"),
     [
@@ -49,19 +54,21 @@ def device() -> Iterator[Callable[..., None]]:
         (Case(TINY_SIZES, length=75), 0),
         (Case(TINY_SIZES, activations="nvfp4"), 1),
     ],
-    ids=lambda value: "" if isinstance(value, Case) else f"layer{value}",
+    ids=str,
 )
-def test_phases(case, i):
-    check_phases(case, i, emulated=True)
+def test_phases(case, i, target):
+    check_phases(case, i, target=target)
 
 
-def test_rows_out_of_each_others_window():
-    check_phases(Case(dataclasses.replace(SMALL, sliding_window=5), length=30), 0, chain(Case(length=30)), emulated=True)
+@on_every_device
+def test_rows_out_of_each_others_window(target):
+    check_phases(Case(dataclasses.replace(SMALL, sliding_window=5), length=30), 0, chain(Case(length=30)), target)
 
 
-def test_a_context_of_several_blocks_a_cta():
+@on_every_device
+def test_a_context_of_several_blocks_a_cta(target):
     """More than 32 blocks of 128 keys, so that a CTA takes two."""
-    check_phases(Case(TINY_SIZES, length=4200, slots=4224, rows=3), 1, emulated=True)
+    check_phases(Case(TINY_SIZES, length=4200, slots=4224, rows=3), 1, target=target)
 
 
 def bits(result) -> list[bytes]:
@@ -76,7 +83,7 @@ def test_bits_do_not_depend_on_ranks_launches_ctas_or_order(device, activations)
 
     def step(ranks: int = 1, layers_per_launch: int = 1, **settings: int) -> list[bytes]:
         device(**settings)
-        return bits(verify_steps.run(case, ranks, emulated=True, taps=(0,), layers_per_launch=layers_per_launch))
+        return bits(verify_steps.run(case, ranks, target="emulated", taps=(0,), layers_per_launch=layers_per_launch))
 
     one = step()
     assert step(layers_per_launch=2, seed=2) == one  # in the next rounds of the same buffers
@@ -85,31 +92,50 @@ def test_bits_do_not_depend_on_ranks_launches_ctas_or_order(device, activations)
     assert step(ctas_per_rank=17, seed=5) == one
 
 
-def test_loopback_ends():
+@pytest.mark.gpu
+@pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
+def test_bits_on_a_gpu(activations):
+    """From run to run, for any number of ranks that the GPU emulates, and of layers in a launch."""
+    case = Case(rows=7, activations=activations)
+
+    def step(ranks: int = 1, layers_per_launch: int = 1) -> list[bytes]:
+        return bits(verify_steps.run(case, ranks, target="cuda", taps=(0, 3), layers_per_launch=layers_per_launch))
+
+    one = step()
+    for _ in range(20):
+        assert step() == one
+    for ranks in (2, 4, 8):
+        for layers_per_launch in (1, 3, 4):
+            assert step(ranks, layers_per_launch) == one
+
+
+@on_every_device
+def test_loopback_ends(target):
     """A rank of eight alone does the work of a rank; its results mean nothing."""
-    result = verify_steps.run(Case(TWO_LAYERS, rows=4, loopback=8), 8, emulated=True)
+    result = verify_steps.run(Case(TWO_LAYERS, rows=4, loopback=8), 8, target=target)
     assert not np.any(result.status) and np.all(np.isfinite(result.logits))
 
 
+@on_every_device
 @pytest.mark.parametrize("length", [1, 90])
-def test_what_is_not_committed_is_not_read(length):
+def test_what_is_not_committed_is_not_read(length, target):
     case = Case(TWO_LAYERS, length=length, rows=5)
 
     def step(unused: float | None) -> list[bytes]:
         cache = verify_steps.make_cache(case, unused)
-        return bits(verify_steps.run(case, cache=cache, emulated=True))
+        return bits(verify_steps.run(case, cache=cache, target=target))
 
     assert step(np.nan) == step(None)
 
 
-def test_rows_of_nan_end_as_such():
+@on_every_device
+def test_rows_of_nan_end_as_such(target):
     """The router of such a row chooses different experts, so nobody waits for one that was chosen twice."""
     case = Case(rows=3)
     config = verify_steps.verify_config(case)
     arguments = verify_steps.operands(case, config)
-    library.load()
     arguments["embedding"] = jnp.full_like(arguments["embedding"], jnp.nan)
-    result = verify_steps.jitted_verify(config, **arguments, emulated=True)
+    result = verify_steps.call(config, arguments, target)
     assert not np.any(result.status) and np.all(np.isnan(result.logits))
 
 
@@ -118,7 +144,7 @@ def test_a_cta_that_does_not_come_is_named_and_the_next_call_works(device, stall
     case = Case(TWO_LAYERS, rows=4)
 
     def step() -> tuple:
-        result = verify_steps.run(case, 2, emulated=True, deadline_ms=1)
+        result = verify_steps.run(case, 2, target="emulated", deadline_ms=1)
         return result, list(np.asarray(result.status))
 
     good = bits(step()[0])
