@@ -46,9 +46,14 @@ struct Waiting {
   volatile uint32_t* aborted;
   volatile Site* site;
 
+  // Whether to wait no longer. looks: the thread's own count. Over stays over, whatever the other lanes count.
   __device__ __forceinline__ bool is_over(uint32_t& looks, int32_t peer) const {
+    constexpr uint32_t kOver = 1u << 31;
     pause();
-    if (++looks % 64 != 0 || !*aborted) return false;
+    if (looks == kOver) return true;
+    looks = (looks + 1) % 64;
+    if (looks != 0 || !*aborted) return false;
+    looks = kOver;
     if (peer >= 0) site->peer = peer;
     return true;
   }
@@ -82,6 +87,13 @@ __device__ __forceinline__ void receive(const Waiting& waiting, const Word* cons
 #pragma unroll
   for (int i = 0; i < kCount; ++i) to[i] = wanted[i] ? absent<Word>() : Word{};
   uint32_t looks = 0;
+  // Many wait for the same: while nothing is there each lane looks at its first word only, which spares the L2.
+  if constexpr (kCount > 2) {
+#pragma unroll 1
+    do {
+      if (!present(to[0])) to[0] = load_relaxed(from[0]);
+    } while (!__all_sync(0xffffffffu, present(to[0]) || waiting.is_over(looks, peer)));
+  }
   bool complete;
 #pragma unroll 1
   do {
