@@ -89,21 +89,19 @@ class Model:
             raise ValueError(f"the modules' sharding is not for the mesh's {devices} devices")
         graph, own = nnx.split(module)
         draft_graph = None
-        num_rows, speculation = (1, Speculation.OFF) if draft is None else (tree_size, Speculation(speculation))
+        speculation = Speculation.OFF if draft is None else Speculation(speculation)
         if speculation == Speculation.OFF:
-            num_rows, draft_params = 1, None
+            draft_params = None
         else:
             draft_graph, own_draft = nnx.split(draft)
             draft_params = nnx.to_pure_dict(own_draft) if draft_params is None else draft_params
-            if speculation != Speculation.TREE:
-                num_rows = min(tree_size, draft.config.block_size)
         return cls(
             params=nnx.to_pure_dict(own) if params is None else params,
             draft_params=draft_params,
             graph=graph,
             draft_graph=draft_graph,
             speculation=speculation,
-            num_rows=num_rows,
+            num_rows=rows_of_step(speculation, tree_size, None if draft is None else draft.config),
             valid_vocab=module.config.vocab_size if valid_vocab is None else valid_vocab,
             mesh=mesh,
         )
@@ -152,6 +150,13 @@ class Model:
     def logit_spec(self) -> PartitionSpec:
         """Where logits [B, T, V] live on the mesh."""
         return PartitionSpec(None, None, sharding.AXIS if self.module.vocab_ranks.devices > 1 else None)
+
+
+def rows_of_step(speculation: str, tree_size: int, draft_config: DraftConfig | None) -> int:
+    """Nodes that a step verifies, for `Model.create`."""
+    if draft_config is None or speculation == Speculation.OFF:
+        return 1
+    return tree_size if speculation == Speculation.TREE else min(tree_size, draft_config.block_size)
 
 
 @dataclasses.dataclass
@@ -401,11 +406,8 @@ def verify(
     On each device of a mesh by itself.  routing: as in `verify_and_commit`.
     """
     module = model.module
-    visible = (nodes.ancestors,) * 2
-    context = module.backend.decode_context(state.cache, state.length, nodes.depth, visible, module.config)
     taps = () if model.draft_params is None else model.draft.config.target_layer_ids
-    stream, rows, taps = module(nodes.token, context, state.cache, taps=taps, routing=routing)
-    return module.logit_parts(stream), rows, taps
+    return module.backend.verify(module, nodes, state.length, state.cache, taps, routing)
 
 
 def _commit(

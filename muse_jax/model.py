@@ -368,6 +368,7 @@ class MuseSpark(nnx.Module):
         )
         self.final_norm = param("final_norm")
         self.lm_head = param("lm_head")
+        backend.arrange(self)
 
     def __call__(
         self,
@@ -404,10 +405,15 @@ class MuseSpark(nnx.Module):
                 outputs[i] = stream
         return stream, kept, jnp.concatenate([outputs[i] for i in taps], axis=-1) if taps else None
 
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        """[B, T] -> [B, T, D], normed. Placeholders of images, video and audio embed as token 0, as in transformers."""
+    def known_tokens(self, tokens: jax.Array) -> jax.Array:
+        """Placeholders of images, video and audio embed as token 0, as in transformers."""
         for placeholder in self.config.placeholder_token_ids:
             tokens = jnp.where(tokens == placeholder, 0, tokens)
+        return tokens
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """[B, T] -> [B, T, D], normed."""
+        tokens = self.known_tokens(tokens)
         with jax.named_scope("embed"):
             rows = self.vocab_ranks.lookup(self.embedding[...], tokens)
         normed = ops.rms(rows, self.config.rms_norm_eps)

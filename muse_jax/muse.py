@@ -18,9 +18,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from muse_jax import decoding, distributed, sharding
-from muse_jax.backends import resolve_backend
+from muse_jax.backends import Request, resolve_backend
 from muse_jax.config import ModelConfig
-from muse_jax.decoding import DecodeState, Model, StepOutput
+from muse_jax.decoding import DecodeState, Model, StepOutput, rows_of_step
 from muse_jax.draft import DFlash2
 from muse_jax.draft_config import DraftConfig
 from muse_jax.model import MuseSpark
@@ -62,11 +62,12 @@ def load(
       path: directory with config.json, safetensors and, for text, tokenizer.json.
       mesh: devices that share the work (`muse_jax.sharding.make_mesh`): the same bits for 1, 2, 4 and 8 (on
         CPUs). None: the default device alone, in the form that is fastest for one.
-      backend: "xla"; "pallas", fused kernels for Hopper GPUs, on one device of a CPU interpreted, for tests; "auto", "pallas"
-        on Hopper GPUs for checkpoints with NVFP4 experts, else "xla".
+      backend: "xla"; "pallas", fused kernels for Hopper GPUs, on one device of a CPU interpreted, for tests; "megakernel", the
+        verify step as one call, so far its reference on a CPU, for tests; "auto", "pallas" on Hopper GPUs for checkpoints with
+        NVFP4 experts, else "xla".
       numerics: "serving", or "hf" to round where transformers does.
       dtype: "bfloat16" or "float32"; None: the checkpoint's on a GPU, float32 on a CPU (XLA for CPU widens bf16 weights
-        at every step).
+        at every step), but bfloat16 for "megakernel", which has no other.
       activations: of NVFP4 experts; "bf16", or "nvfp4" to quantise what their GEMMs read, as GPUs with FP4 units do.
       moe_sharding: what of the routed experts a device of the mesh has: "n", a part of every matrix's output rows; "expert",
         some experts whole, whose slots are then added by ranks; "replicated", all of them.
@@ -113,18 +114,21 @@ def load(
         max_length = config.max_position_embeddings
     elif isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 2:
         raise ValueError(f"max_length = {max_length!r}: expected an integer above 1")
-    num_devices = 1 if mesh is None else len(mesh.local_devices)
-    runs_on = resolve_backend(backend, platform, NUMERICS[numerics], bool(config.nvfp4_layers), num_devices)
     if dtype is None:
-        dtype = "float32" if platform == "cpu" else config.dtype
+        dtype = "bfloat16" if backend == "megakernel" else "float32" if platform == "cpu" else config.dtype
     if dtype not in _DTYPES:
         raise ValueError(f"dtype = {dtype!r}: allowed are {', '.join(map(repr, _DTYPES))}")
+    weights = _DTYPES[dtype]
+    speculation = speculation or Speculation.TREE
+    rows = rows_of_step(speculation, tree_size, draft_config)
+    request = Request(config, jnp.dtype(weights), activations, rows, None if mesh is None else mesh.size)
+    num_devices = 1 if mesh is None else len(mesh.local_devices)
+    runs_on = resolve_backend(backend, platform, NUMERICS[numerics], bool(config.nvfp4_layers), num_devices, request)
     has_tokenizer = (Path(path) / "tokenizer.json").exists()
     tokenizer = Tokenizer.from_directory(path) if has_tokenizer else None
 
     put = None if mesh is None else checkpoints.sharded_put(*sharding.placement(mesh, how))
     num_ranks = 1 if mesh is None else mesh.size
-    weights = _DTYPES[dtype]
     params, _ = checkpoints.load_params(reader, dtype=weights, put=put, num_ranks=num_ranks, progress=progress)
     settings = {"dtype": jnp.dtype(weights), "sharding": how, "backend": runs_on}
     params = runs_on.stored_params(params, config, how, mesh)
@@ -142,7 +146,7 @@ def load(
         params,
         draft=draft_module,
         draft_params=draft_params,
-        speculation=speculation or Speculation.TREE,
+        speculation=speculation,
         tree_size=tree_size,
         valid_vocab=valid_vocab,
         mesh=mesh,
@@ -244,6 +248,7 @@ class Muse:
         """
         padded, lengths = self._check_tokens(tokens, lengths)
         batch = len(lengths)
+        self.model.module.backend.check_batch(batch)
         budget = np.asarray(max_new_tokens)
         if budget.dtype.kind not in "iu" or budget.shape not in ((), (batch,)) or (budget < 1).any():
             raise ValueError(f"max_new_tokens = {max_new_tokens!r}: expected an integer above 0, or one per row")

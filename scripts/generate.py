@@ -585,8 +585,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tree-size", type=tree_size, metavar="N", help="nodes a step verifies, 2 to 32 (default: 16)")
     add("--chain", nargs="?", choices=CHAINS, const="greedy", help=CHAIN_HELP)
     add("--numerics", choices=("serving", "hf"), default="serving", help="where values are rounded; hf: as transformers does")
-    add("--dtype", choices=("bfloat16", "float32"), help="of the weights (default: the checkpoint's, on a CPU float32)")
-    add("--backend", default="auto", metavar="NAME", help="implementation of a step: xla, pallas or auto (default: auto)")
+    dtype_help = "of the weights (default: the checkpoint's, on a CPU float32, for megakernel bfloat16)"
+    add("--dtype", choices=("bfloat16", "float32"), help=dtype_help)
+    backend_help = "implementation of a step: xla, pallas, megakernel or auto (default: auto)"
+    add("--backend", default="auto", metavar="NAME", help=backend_help)
     add("--activations", choices=("bf16", "nvfp4"), default="bf16", help="what GEMMs of NVFP4 experts read (default: bf16)")
     add("--devices", type=positive_int, metavar="N", help="share the work among N devices; virtual ones on a CPU")
     moe_help = "what of the experts a device has: part of every matrix's rows, some experts, all (default: n)"
