@@ -78,7 +78,7 @@ class TestLoad:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({"backend": "megakernel"}, "backend = 'megakernel': this version has 'auto', 'xla', 'pallas'"),
+            ({"backend": "cuda"}, "backend = 'cuda': this version has 'auto', 'xla', 'pallas', 'megakernel'"),
             ({"numerics": "fp8"}, "numerics = 'fp8': allowed are 'hf', 'serving'"),
             ({"dtype": "float16"}, "dtype = 'float16': allowed are 'bfloat16', 'float32'"),
             ({"tree_size": 1}, "tree_size = 1: expected an integer from 2 to 32"),
