@@ -35,15 +35,16 @@ struct Matrix {
   }
 };
 
-// Units of one slice of one row tile, slice after slice: the next one.
+// A unit of work: a row tile of a slice, or of a matrix of a stack. They follow each other row tile by row tile, then part by
+// part.
 struct Unit {
-  int slice, row_tile;
+  int part, row_tile;
   __device__ static Unit create(const Geometry& geometry, int number) {
-    const int slice = number / geometry.row_tiles;
-    return {slice, number - slice * geometry.row_tiles};
+    const int part = number / geometry.row_tiles;
+    return {part, number - part * geometry.row_tiles};
   }
   __device__ void advance(const Geometry& geometry) {
-    if (++row_tile == geometry.row_tiles) row_tile = 0, ++slice;
+    if (++row_tile == geometry.row_tiles) row_tile = 0, ++part;
   }
 };
 
@@ -310,7 +311,7 @@ __device__ __forceinline__ void run_slices(const Cta& cta, Consumer& consumer, c
   int i = share.begin;
 #pragma unroll 1
   while (i < share.end) {
-    const int slice = unit.slice;
+    const int slice = unit.part;
     Fragments<kKind> fragments = {};
     if (cta.warp < matrix.tiles_in(slice)) {
       load_fragments(cta, rows, (slice * geometry.slice_tiles + cta.warp) * tile_k(kKind), width, fragments);
@@ -320,7 +321,7 @@ __device__ __forceinline__ void run_slices(const Cta& cta, Consumer& consumer, c
       run_unit(cta, consumer, matrix, slice, fragments,
                [&](int column, float sum) { publish(slice, unit.row_tile, column, sum); });
       unit.advance(geometry);
-    } while (++i < share.end && unit.slice == slice);
+    } while (++i < share.end && unit.part == slice);
   }
 }
 
@@ -331,21 +332,8 @@ __device__ __forceinline__ void load_slices(const Cta& cta, Producer& producer, 
   Unit unit = Unit::create(geometry, share.begin);
 #pragma unroll 1
   for (int i = share.begin; i < share.end; ++i, unit.advance(geometry))
-    load_slice(producer, matrix, unit.row_tile, unit.slice);
+    load_slice(producer, matrix, unit.row_tile, unit.part);
 }
-
-// ---- All slices of a row tile in one CTA: experts and lm_head -------------------------------------------------------
-// Units are row tiles of a stack of matrices, one matrix after the other.
-struct RowTile {
-  int matrix, row_tile;
-  __device__ static RowTile create(const Geometry& geometry, int number) {
-    const int matrix = number / geometry.row_tiles;
-    return {matrix, number - matrix * geometry.row_tiles};
-  }
-  __device__ void advance(const Geometry& geometry) {
-    if (++row_tile == geometry.row_tiles) row_tile = 0, ++matrix;
-  }
-};
 
 // Two neighbouring columns, summed over parts of K in order. from: of part 0.  stride: floats from part to part.
 __device__ __forceinline__ float2 sum_of_parts(const Cta& cta, const float* from, int parts, int stride, bool wanted) {

@@ -87,10 +87,10 @@ __device__ __forceinline__ void load_stack(const Cta& cta, Producer& producer, P
   const Stack stack = stack_of(cta, phase, l);
   const Geometry& geometry = stack.matrix.geometry;
   const Share share = share_of(cta, stack.count * geometry.row_tiles, stack.shift);
-  RowTile unit = RowTile::create(geometry, share.begin);
+  Unit unit = Unit::create(geometry, share.begin);
 #pragma unroll 1
   for (int i = share.begin; i < share.end; ++i, unit.advance(geometry)) {
-    const Matrix matrix = stack.matrix.of_expert(phase == Phase::kLmHead ? 0 : cta.shared.experts.ids[unit.matrix]);
+    const Matrix matrix = stack.matrix.of_expert(phase == Phase::kLmHead ? 0 : cta.shared.experts.ids[unit.part]);
 #pragma unroll 1
     for (int slice = 0; slice < geometry.slices; ++slice) load_slice(producer, matrix, unit.row_tile, slice);
   }
@@ -128,7 +128,7 @@ __device__ __forceinline__ void run_stack(const Cta& cta, Consumer& consumer, Ph
                                                     : buffers.hidden);
   const uint32_t* row_scales = cta.own<uint32_t>(is_down ? buffers.hidden_scale : buffers.moe_scale);
   const Share share = share_of(cta, stack.count * geometry.row_tiles, stack.shift);
-  RowTile unit = RowTile::create(geometry, share.begin);
+  Unit unit = Unit::create(geometry, share.begin);
   const auto epilogue = [&](int column, float sum) {
     const int at = unit.row_tile * kTileRows + column;
     if (is_head) {
@@ -137,12 +137,12 @@ __device__ __forceinline__ void run_stack(const Cta& cta, Consumer& consumer, Ph
       cta.launch.logits[(static_cast<size_t>(cta.here) * sizes.rows + row) * geometry.rows + at] = logit;
       return;
     }
-    const int slot = experts.slot_of[unit.matrix][row], pair = row * sizes.top_k + max(slot, 0);
+    const int slot = experts.slot_of[unit.part][row], pair = row * sizes.top_k + max(slot, 0);
     float scale = kKind == Kind::kNvfp4 ? kDecodedScale : 1.0f;
     if (quantized && slot >= 0) scale *= __uint_as_float(receive(cta.waiting, row_scales + (is_down ? pair : row)));
     // Of gate_up even columns are gates and odd ones ups: four lanes have a word of two values, of down two lanes have
     // one.
-    const float* of_matrix = experts.scales[unit.matrix];
+    const float* of_matrix = experts.scales[unit.part];
     float value = sum * (scale * of_matrix[is_down ? 2 : 0]);
     const float neighbour = __shfl_down_sync(0xffffffffu, is_down ? value : sum * (scale * of_matrix[1]), 1);
     if (!is_down) value *= sigmoid(value) * neighbour;
@@ -156,7 +156,7 @@ __device__ __forceinline__ void run_stack(const Cta& cta, Consumer& consumer, Ph
 #pragma unroll 1
   while (i < share.end) {
     // Rows of the step, or, of `hidden`, those that chose the expert. They change with the expert at most.
-    const int at = unit.matrix;
+    const int at = unit.part;
     const uint16_t* rows[2];
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
@@ -170,9 +170,9 @@ __device__ __forceinline__ void run_stack(const Cta& cta, Consumer& consumer, Ph
       if (cta.warp < geometry.k_tiles) load_fragments(cta, rows, cta.warp * tile_k(kKind), width, fragments);
 #pragma unroll 1
       do {
-        run_unit(cta, consumer, stack.matrix.of_expert(experts.ids[unit.matrix]), 0, fragments, epilogue);
+        run_unit(cta, consumer, stack.matrix.of_expert(experts.ids[unit.part]), 0, fragments, epilogue);
         unit.advance(geometry);
-      } while (++i < share.end && !(is_down && unit.matrix != at));
+      } while (++i < share.end && !(is_down && unit.part != at));
     } else {
       const Matrix matrix = stack.matrix.of_expert(is_head ? 0 : experts.ids[at]);
       run_row_tile(
