@@ -35,6 +35,8 @@ from muse_jax.sampling import gumbel_noise
 from muse_jax.sharding import ONE_DEVICE, ShardingConfig, make_mesh
 from muse_jax.speculation import Speculation
 
+pytestmark = pytest.mark.skipif(bool(library.unavailable("cpu")), reason="; ".join(library.unavailable("cpu")))
+
 MUSE_TINY = Path(__file__).resolve().parent.parent / "checkpoints" / "muse_tiny"
 # A window has 64 keys and a ring 80 slots, other caches 256. Prompts are shorter than the window, or so long that the rows of
 # the last step reach the end of the cache.

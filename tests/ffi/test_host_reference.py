@@ -27,6 +27,8 @@ from muse_jax.kv_cache import KV, DecodeContext
 from muse_jax.numerics import SERVING
 from pallas_kernels.decode_attention import reference as attention_reference
 
+pytestmark = pytest.mark.skipif(bool(library.unavailable("cpu")), reason="; ".join(library.unavailable("cpu")))
+
 # ---- Phases ---------------------------------------------------------------------------------------------------------------
 
 

@@ -24,6 +24,8 @@ from verify_steps import SMALL, TINY_SIZES, TWO_LAYERS, Case
 
 from ffi import library
 
+pytestmark = pytest.mark.skipif(bool(library.unavailable("cpu")), reason="; ".join(library.unavailable("cpu")))
+
 
 @pytest.fixture
 def device() -> Iterator[Callable[..., None]]:
