@@ -18,7 +18,6 @@ constexpr int kTilesPerStage = 2;
 constexpr int kStageBytes = kTilesPerStage * (kTileSize + kTileScalesSize);
 constexpr int kStages = 8;
 constexpr int kTilesPerUnit = kConsumerWarps;
-constexpr int kStagesPerUnit = kTilesPerUnit / kTilesPerStage;
 
 constexpr int kHalf = 32;        // output rows of a unit that are added up at a time
 constexpr int kHalfStride = 36;  // floats: rows of eight lanes meet different banks

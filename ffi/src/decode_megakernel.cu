@@ -289,32 +289,27 @@ __global__ void __launch_bounds__(kThreads, 1) decode_megakernel(const __grid_co
 }
 
 // Takes the workspaces for this call, or says that another one has them. After a call that gave up, everything becomes
-// as it was at the beginning.
+// as it was at the beginning. One CTA: whether the workspaces are free is decided once.
 __global__ void begin_call(const __grid_constant__ Launch launch) {
   Workspace* first = launch.workspaces[launch.first_rank];
   const int end = launch.first_rank + launch.sizes.ranks_here;
-  if (blockIdx.x == 0 && threadIdx.x < kStatusSize) launch.status[threadIdx.x] = 0;
-  if (load_relaxed(&first->call) != 0) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) launch.status[0] = kOverlap;
-    return;
-  }
-  if (first->aborted != 0) {
-    const size_t threads = static_cast<size_t>(gridDim.x) * blockDim.x;
-    for (int r = launch.first_rank; r < end; ++r) {
-      uint4* words = reinterpret_cast<uint4*>(launch.workspaces[r] + 1);
-      const size_t count = static_cast<size_t>(kRounds) * launch.buffers.bytes / sizeof(uint4);
-      for (size_t i = static_cast<size_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += threads) {
-        words[i] = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
-      }
-    }
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStatusSize; ++i) launch.status[i] = 0;
+    if (atomicCAS(&first->call, 0u, launch.call) != 0) launch.status[0] = kOverlap;
   }
   __syncthreads();
-  if (threadIdx.x != 0 || atomicAdd(&first->arrived, 1u) + 1 < gridDim.x) return;
+  if (load_relaxed(&first->call) != launch.call) return;
+  const bool gave_up = load_relaxed(&first->aborted) != 0;
+  for (int r = launch.first_rank; gave_up && r < end; ++r) {
+    uint4* words = reinterpret_cast<uint4*>(launch.workspaces[r] + 1);
+    const size_t count = static_cast<size_t>(kRounds) * launch.buffers.bytes / sizeof(uint4);
+    for (size_t i = threadIdx.x; i < count; i += blockDim.x) words[i] = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
   for (int r = launch.first_rank; r < end; ++r) {
-    Workspace* workspace = launch.workspaces[r];
-    if (workspace->aborted != 0) *workspace = Workspace{};
-    workspace->arrived = 0;
-    workspace->call = launch.call;
+    if (gave_up) *launch.workspaces[r] = Workspace{};
+    launch.workspaces[r]->call = launch.call;
   }
 }
 
@@ -330,7 +325,7 @@ cudaError_t launch_megakernel(Launch& launch, int layers_per_launch, int trace_l
                               cudaStream_t stream) {
   const uint32_t ctas = launch.ctas_per_rank * launch.sizes.ranks_here;
   const int layers = launch.sizes.layers;
-  cudaError_t error = queue(begin_call, {ctas}, 512, 0, stream, launch);
+  cudaError_t error = queue(begin_call, {1}, 1024, 0, stream, launch);
   for (int begin = 0, end = 0; begin < layers && error == cudaSuccess; begin = end) {
     end = begin + layers_per_launch < layers ? begin + layers_per_launch : layers;
     // The buffers of a layer are there until the one after the next.

@@ -35,8 +35,8 @@ struct Matrix {
   }
 };
 
-// A unit of work: a row tile of a slice, or of a matrix of a stack. They follow each other row tile by row tile, then part by
-// part.
+// A unit of work: a row tile of a slice, or of a matrix of a stack. They follow each other row tile by row tile, then
+// part by part.
 struct Unit {
   int part, row_tile;
   __device__ static Unit create(const Geometry& geometry, int number) {
@@ -61,9 +61,8 @@ __device__ __forceinline__ void load_slice(Producer& producer, const Matrix& mat
 }
 
 // ---- Activations in registers ---------------------------------------------------------------------------------------
-// --------------------------------------------------------------------------------------------- The order of K within
-// an MMA is free: lane (r, q) = (lane / 4, lane % 4) takes consecutive values of rows r and r + 8, and the same values
-// of K of weight row n = lane / 4.
+// The order of K within an MMA is free: lane (r, q) = (lane / 4, lane % 4) takes consecutive values of rows r and
+// r + 8, and the same values of K of weight row n = lane / 4.
 
 // Each step's four registers lie side by side, as the MMA wants them.
 template <Kind kKind>

@@ -103,7 +103,6 @@ struct alignas(256) Workspace {
   uint32_t call;               // which is running; 0: none
   uint32_t round;              // the first round of the next call
   uint32_t exited;             // CTAs that left the last launch of a call
-  uint32_t arrived;            // CTAs that have done their part of beginning a call
   uint32_t signed_off[4];      // CTAs that have read everything of a round: round r in [r % 4]
   uint32_t cleared[4];         // CTAs that have cleared their part of the buffers of round r: [r % 4]
   uint32_t opened[kMaxRanks];  // the newest round for which rank r has cleared its buffers

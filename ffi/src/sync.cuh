@@ -124,7 +124,7 @@ __device__ __forceinline__ void wait_for_count(const Waiting& waiting, const uin
   }
 }
 
-// fp32 as it is published: minus zero and all NaNs but kAbsent are themselves.
+// fp32 as it is published.
 __device__ __forceinline__ uint32_t word_of(float x) { return __float_as_uint(x); }
 
 }  // namespace muse

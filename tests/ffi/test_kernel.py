@@ -29,10 +29,10 @@ pytestmark = pytest.mark.skipif(bool(library.unavailable("cpu")), reason="; ".jo
 
 @pytest.fixture
 def device() -> Iterator[Callable[..., None]]:
-    """Sets the emulated device: seed of the order of warps, CTAs of a rank, the CTA that runs last."""
+    """Sets the emulated device: seed of the order of warps, CTAs of a rank, a CTA that runs last, whether another call runs."""
 
-    def settings(seed: int = 1, ctas_per_rank: int = 3, stalled_cta: int = -1) -> None:
-        library.load().muse_ffi_emulation(seed, ctas_per_rank, stalled_cta)
+    def settings(seed: int = 1, ctas_per_rank: int = 3, stalled_cta: int = -1, is_taken: bool = False) -> None:
+        library.load().muse_ffi_emulation(seed, ctas_per_rank, stalled_cta, is_taken)
 
     yield settings
     settings()
@@ -157,3 +157,17 @@ def test_a_cta_that_does_not_come_is_named_and_the_next_call_works(device, stall
         assert code == 1 and rank in (0, 1) and layer in (-1, 0) and rest == [0, 0]
         device(seed=seed)
         assert bits(step()[0]) == good
+
+
+def test_a_call_beside_another_is_refused(device):
+    """And the next one, after that other, works."""
+    case = Case(TWO_LAYERS, rows=4)
+
+    def step():
+        return verify_steps.run(case, 2, target="emulated")
+
+    good = bits(step())
+    device(is_taken=True)
+    assert list(np.asarray(step().status)) == [2, *[0] * 7]
+    device()
+    assert bits(step()) == good

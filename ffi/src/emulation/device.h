@@ -51,6 +51,7 @@ Thread& current();
 struct Settings {
   uint64_t seed = 1;      // of the order in which warps run
   int ctas_per_rank = 3;  // of as many SMs has the device for each rank
+  bool is_taken = false;  // by another call
   int stalled_cta = -1;   // runs only when all others have ended
 };
 inline Settings settings;
@@ -126,6 +127,11 @@ inline uint32_t atomicOr(uint32_t* to, uint32_t x) {
 }
 inline int32_t atomicCAS(int32_t* to, int32_t expected, int32_t x) {
   const int32_t old = *to;
+  if (old == expected) *to = x;
+  return old;
+}
+inline uint32_t atomicCAS(uint32_t* to, uint32_t expected, uint32_t x) {
+  const uint32_t old = *to;
   if (old == expected) *to = x;
   return old;
 }

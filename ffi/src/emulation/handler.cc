@@ -69,7 +69,10 @@ xla::ffi::Error emulated_verify_handler(xla::ffi::RemainingArgs operands, xla::f
   launch.stream = memory.stream.data();
   for (int rank = 0; rank < args.shape.ranks; ++rank)
     launch.workspaces[rank] = memory.workspaces[rank < args.ranks_here ? rank : 0];
-  launch.call = 1;
+  constexpr uint32_t kThisCall = 1, kOtherCall = 2;
+  launch.call = kThisCall;
+  uint32_t& running = launch.workspaces[0]->call;
+  if (emulation::settings.is_taken) running = kOtherCall;
   const PlainArithmetic arithmetic;
   try {
     launch_megakernel(launch, args.layers_per_launch, args.trace_layer, args.trace_size > 0 ? args.trace : nullptr,
@@ -78,6 +81,7 @@ xla::ffi::Error emulated_verify_handler(xla::ffi::RemainingArgs operands, xla::f
     memories.clear();
     return xla::ffi::Error::Internal(problem.what());
   }
+  if (emulation::settings.is_taken) running = 0;
   return xla::ffi::Error::Success();
 }
 
@@ -87,7 +91,10 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MuseVerifyEmulated, muse::emulated_verify_handler,
                               xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs());
 
 // For tests. stalled_cta: -1: none.
-extern "C" void muse_ffi_emulation(uint64_t seed, int ctas_per_rank, int stalled_cta) {
+extern "C" void muse_ffi_emulation(uint64_t seed, int ctas_per_rank, int stalled_cta, int is_taken) {
   const std::lock_guard<std::mutex> lock(muse::memories_mutex);
-  muse::emulation::settings = {seed, ctas_per_rank, stalled_cta};
+  muse::emulation::settings.seed = seed;
+  muse::emulation::settings.ctas_per_rank = ctas_per_rank;
+  muse::emulation::settings.stalled_cta = stalled_cta;
+  muse::emulation::settings.is_taken = is_taken != 0;
 }
