@@ -3,7 +3,14 @@
 import os
 import zlib
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# XLA's threads of a CPU wait inside of collectives and interpreted kernels, and work queues behind them. Of two CPUs there are
+# eight threads for eight devices, and now and then none is left for what all wait for: XLA ends the process after 40 s.
+os.environ.setdefault("NPROC", "48")
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "")
+    + " --xla_force_host_platform_device_count=8"
+    + " --xla_cpu_collective_call_terminate_timeout_seconds=300"  # a machine that stands still for a while is no failure
+)
 
 import dataclasses
 import functools
