@@ -10,8 +10,12 @@ constexpr int kConsumerWarps = 16;  // one for each tile of a unit's K, and for 
 constexpr int kConsumers = 32 * kConsumerWarps;
 constexpr int kThreads = kConsumers + 128;  // and a warpgroup for producer, janitor and watchdog
 constexpr int kProducerWarp = kConsumerWarps, kJanitorWarp = kConsumerWarps + 1, kWatchdogWarp = kConsumerWarps + 2;
-constexpr int kConsumerRegisters = 112, kOtherRegisters = 56;
-static_assert(kConsumers * kConsumerRegisters + 128 * kOtherRegisters <= 65536, "registers of an SM");
+// A CTA is launched with so many for each thread as all can have; what consumers take the others must have given back,
+// or they wait for it for ever.
+constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+constexpr int kConsumerRegisters = 104, kOtherRegisters = 64;
+static_assert(kConsumers * kConsumerRegisters + 128 * kOtherRegisters <= kThreads * kLaunchRegisters,
+              "registers of a CTA");
 static_assert(kConsumerWarps == kMaxRows, "a warp for each row where rows are finished");
 
 constexpr int kTilesPerStage = 2;
