@@ -49,6 +49,7 @@ struct SharedStorage {
   uint64_t experts_full, experts_empty;
   Site site;
   uint32_t aborted;
+  bool skipped;         // the call was given up before this launch
   bool finished;        // the consumers are
   uint32_t open_round;  // rounds up to this one may be written to
 };

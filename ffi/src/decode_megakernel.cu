@@ -240,6 +240,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_megakernel(const __grid_co
     shared.site = {0, launch.begin, first_phase(launch.begin), -1};
     shared.finished = false;
     shared.aborted = workspace->aborted;
+    shared.skipped = shared.aborted;
     // The round of this launch's first layer was opened by the launch before.
     shared.open_round = launch.begin < 0 ? base - 1 : base + 1 + launch.begin;
   }
@@ -258,7 +259,8 @@ __global__ void __launch_bounds__(kThreads, 1) decode_megakernel(const __grid_co
           base,
           0,
           0};
-  if (cta.warp < kConsumerWarps) {
+  if (shared.skipped) {
+  } else if (cta.warp < kConsumerWarps) {
     take_registers<kConsumerRegisters>();
     consume(cta, base);
     consumer_barrier();

@@ -14,7 +14,7 @@ struct RingPosition {
 
 __device__ __forceinline__ void wait_for_barrier(const Cta& cta, uint64_t* barrier, uint32_t parity) {
   const uint32_t address = shared_address(barrier);
-  uint32_t looks = 0;
+  uint32_t looks = kLooksBetween - 1;  // each of these takes the hardware a while
   while (!mbarrier_try_wait(address, parity) && !cta.waiting.is_over(looks, -1)) {
   }
 }
@@ -26,8 +26,11 @@ struct Producer {
   uint32_t next = 0;
 
   __device__ void load(const void* from, uint32_t bytes) {
-    const RingPosition at{next++};
+    const RingPosition at{next};
     wait_for_barrier(cta, &cta.shared.empty[at.slot()], at.parity() ^ 1);
+    // Consumers that wait no longer release stages to which something is still on its way.
+    if (*cta.waiting.aborted) return;
+    ++next;
     const uint32_t full = shared_address(&cta.shared.full[at.slot()]);
     mbarrier_arrive_expect(full, bytes);
     bulk_copy(shared_address(cta.shared.stages[at.slot()]), from, bytes, full, policy);

@@ -41,6 +41,8 @@ struct Site {
   int32_t peer;  // whose data did not come, as the waiting threads say when they give up; -1: nobody's in particular
 };
 
+constexpr uint32_t kLooksBetween = 64;  // looks at what is waited for, between looks at whether to go on
+
 // What a waiting thread looks at now and then; the watchdog sets it.
 struct Waiting {
   volatile uint32_t* aborted;
@@ -51,7 +53,7 @@ struct Waiting {
     constexpr uint32_t kOver = 1u << 31;
     pause();
     if (looks == kOver) return true;
-    looks = (looks + 1) % 64;
+    looks = (looks + 1) % kLooksBetween;
     if (looks != 0 || !*aborted) return false;
     looks = kOver;
     if (peer >= 0) site->peer = peer;

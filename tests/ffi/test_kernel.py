@@ -1,7 +1,6 @@
 """The kernel: every phase, any number of ranks, launches and CTAs, what must not be read, and a CTA that does not come.
 
-Its own source runs on the emulated device, where what is asynchronous or relaxed on a GPU happens at once and in order, and on
-a GPU where there is one.
+Its own source runs on the emulated device, where what is relaxed on a GPU happens in order, and on a GPU where there is one.
 """
 
 from __future__ import annotations
@@ -157,6 +156,25 @@ def test_a_cta_that_does_not_come_is_named_and_the_next_call_works(device, stall
         assert code == 1 and rank in (0, 1) and layer in (-1, 0) and rest == [0, 0]
         device(seed=seed)
         assert bits(step()[0]) == good
+
+
+@pytest.mark.parametrize(
+    ("target", "deadline_ms", "times"), [("emulated", 1, 2), pytest.param("cuda", 50, 10, marks=pytest.mark.gpu)]
+)
+def test_who_waits_in_vain_is_named_and_the_next_call_works(target, deadline_ms, times):
+    """Of a row's two results of an expert that it has chosen twice only one comes, and `combine` waits for the other."""
+    case = Case(TWO_LAYERS, rows=3, forced=True)
+    config = verify_steps.verify_config(case, 2, deadline_ms=deadline_ms)
+    arguments = verify_steps.operands(case, config)
+    experts, weights = arguments["routing"]
+    twice = experts.at[1, :, 1].set(experts[1, :, 0])  # in layer 1
+    good = bits(verify_steps.call(config, arguments, target))
+    combine = 14  # of Phase in sync.cuh; whoever has no row waits in the next one
+    for _ in range(times):
+        status = verify_steps.call(config, arguments | {"routing": (twice, weights)}, target).status
+        code, rank, layer, phase, _, _, *rest = np.asarray(status).tolist()
+        assert (code, layer, rest) == (1, 1, [0, 0]) and rank in (0, 1) and phase in (combine, combine + 1)
+        assert bits(verify_steps.call(config, arguments, target)) == good
 
 
 def test_a_call_beside_another_is_refused(device):

@@ -4,6 +4,7 @@
 #include <ucontext.h>
 #endif
 
+#include <cstdlib>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -25,8 +26,17 @@ struct Warp {
   uint64_t exchanges = 0;
 };
 
+struct Copy {
+  uint32_t to;
+  const void* from;
+  uint32_t bytes, barrier;
+  CopyDone done;
+  uint64_t when;  // not before
+};
+
 struct Cta {
   std::vector<uint8_t> memory;
+  std::vector<Copy> copies;  // on their way
   Barrier all, named[16];
   std::vector<Warp> warps;
 };
@@ -111,6 +121,13 @@ struct Device {
   Context scheduler;
   const std::function<void()>* kernel = nullptr;
   uint64_t switches = 0;
+  uint64_t random = settings.seed * 0x9e3779b97f4a7c15u + 1;
+  const char* failure = nullptr;
+
+  uint32_t draw() {
+    random = random * 6364136223846793005u + 1442695040888963407u;
+    return static_cast<uint32_t>(random >> 33);
+  }
 };
 Device* device = nullptr;
 
@@ -147,6 +164,32 @@ void wait_at(int barrier, int threads) {
   fiber.waits = nullptr;
 }
 
+void fail(const char* what) {
+  device->failure = what;
+  leave();
+  std::abort();  // nobody comes back here
+}
+
+void copy_later(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, CopyDone done) {
+  const uint64_t longest = 4 * device->fibers.size();  // in which every thread is there a few times
+  device->now->cta->copies.push_back({to, from, bytes, barrier, done, device->switches + device->draw() % longest});
+}
+
+void finish_copies() {
+  std::vector<Copy>& copies = device->now->cta->copies;
+  for (size_t i = 0; i < copies.size();) {
+    const Copy copy = copies[i];
+    if (copy.when > device->switches) {
+      ++i;
+      continue;
+    }
+    copies[i] = copies.back();
+    copies.pop_back();
+    std::memcpy(current().shared + copy.to, copy.from, copy.bytes);
+    copy.done(copy.barrier, copy.bytes);
+  }
+}
+
 const uint32_t* exchange(const uint32_t* words, int count) {
   Fiber& fiber = *device->now;
   Warp& warp = *fiber.warp;
@@ -181,16 +224,13 @@ void run(dim3 grid, uint32_t threads, size_t shared_bytes, const std::function<v
     }
   }
   // Warps in an order that changes with the seed; the lanes of a warp one after the other.
-  uint64_t state = settings.seed * 0x9e3779b97f4a7c15u + 1;
   size_t left = emulated.fibers.size(), idle_rounds = 0;
   // Kernels of one CTA, and those that do not wait for each other, are not stalled.
   const int64_t stalled = ctas > 1 && shared_bytes > 0 ? settings.stalled_cta : -1;
   while (left > 0) {
     bool progress = false;
     for (uint32_t turn = 0; turn < ctas * warps; ++turn) {
-      state = state * 6364136223846793005u + 1442695040888963407u;
-      const uint32_t which = static_cast<uint32_t>((state >> 33) % (ctas * warps)), c = which / warps,
-                     w = which % warps;
+      const uint32_t which = emulated.draw() % (ctas * warps), c = which / warps, w = which % warps;
       if (c == stalled && left > threads) continue;
       for (uint32_t t = 32 * w; t < std::min(32 * w + 32, threads); ++t) {
         Fiber& fiber = emulated.fibers[c * threads + t];
@@ -199,6 +239,10 @@ void run(dim3 grid, uint32_t threads, size_t shared_bytes, const std::function<v
         emulated.now = &fiber;
         ++emulated.switches;
         emulated.scheduler.switch_to(fiber.context);
+        if (emulated.failure != nullptr) {
+          device = nullptr;
+          throw std::runtime_error(std::string("emulated device: ") + emulated.failure);
+        }
         if (fiber.done) --left;
         if (fiber.done || !fiber.idle) progress = true;
       }
@@ -223,6 +267,9 @@ void run(dim3 grid, uint32_t threads, size_t shared_bytes, const std::function<v
     }
   }
   device = nullptr;
+  for (const Cta& cta : all) {
+    if (!cta.copies.empty()) throw std::runtime_error("emulated device: a CTA ended while something was copied into it");
+  }
 }
 
 }  // namespace muse::emulation

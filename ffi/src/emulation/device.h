@@ -1,6 +1,6 @@
 // As much of a CUDA device as the kernel needs, on a CPU: every CUDA thread is a fiber, and one of them runs at a time.
-// So the kernel's own source can be run and debugged where there is no GPU. Whatever is asynchronous on a GPU happens
-// at once here, whatever is relaxed is in order: what this finds is wrong, what it does not find may still be.
+// So the kernel's own source can be run and debugged where there is no GPU. Bulk copies take a while, also here; whatever
+// is relaxed on a GPU is in order: what this finds is wrong, what it does not find may still be.
 #pragma once
 
 #include <algorithm>
@@ -69,6 +69,15 @@ void yield();
 
 // All threads of a barrier wait for each other. barrier: -1: of the CTA, -2: of the warp.
 void wait_at(int barrier, int threads);
+
+// Ends the kernel: `run` throws what is wrong.
+[[noreturn]] void fail(const char* what);
+
+// A copy into the CTA's shared memory that happens some time later, in `finish_copies`: whoever looks at an mbarrier
+// calls it. done(barrier, bytes) follows.
+using CopyDone = void (*)(uint32_t barrier, uint32_t bytes);
+void copy_later(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, CopyDone done);
+void finish_copies();
 
 // Gives every lane of the warp all lanes' words.
 const uint32_t* exchange(const uint32_t* words, int count);

@@ -43,6 +43,7 @@ inline void mbarrier_init(uint32_t barrier, uint32_t arrivals) {
 }
 inline void mbarrier_init_fence() {}
 inline void mbarrier_arrive(uint32_t barrier) {
+  if (mbarrier_at(barrier).pending == 0) emulation::fail("more arrivals at an mbarrier than its phase has");
   --mbarrier_at(barrier).pending;
   mbarrier_at(barrier).step();
 }
@@ -51,15 +52,18 @@ inline void mbarrier_arrive_expect(uint32_t barrier, uint32_t bytes) {
   mbarrier_arrive(barrier);
 }
 inline bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
+  emulation::finish_copies();
   if ((mbarrier_at(barrier).phase & 1) != parity) return true;
   emulation::yield();
+  emulation::finish_copies();
   return (mbarrier_at(barrier).phase & 1) != parity;
 }
 inline uint64_t evict_first_policy() { return 0; }
 inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint64_t) {
-  std::memcpy(at_shared(to), from, bytes);
-  mbarrier_at(barrier).bytes -= static_cast<int32_t>(bytes);
-  mbarrier_at(barrier).step();
+  emulation::copy_later(to, from, bytes, barrier, [](uint32_t its_barrier, uint32_t its_bytes) {
+    mbarrier_at(its_barrier).bytes -= static_cast<int32_t>(its_bytes);
+    mbarrier_at(its_barrier).step();
+  });
 }
 inline uint4 load_shared(uint32_t address) { return *reinterpret_cast<const uint4*>(at_shared(address)); }
 inline uint32_t load_shared_word(uint32_t address) { return *reinterpret_cast<const uint32_t*>(at_shared(address)); }
