@@ -268,7 +268,8 @@ void run(dim3 grid, uint32_t threads, size_t shared_bytes, const std::function<v
   }
   device = nullptr;
   for (const Cta& cta : all) {
-    if (!cta.copies.empty()) throw std::runtime_error("emulated device: a CTA ended while something was copied into it");
+    if (!cta.copies.empty())
+      throw std::runtime_error("emulated device: a CTA ended while something was copied into it");
   }
 }
 
