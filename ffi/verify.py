@@ -8,18 +8,22 @@ Below, R is `config.ranks`; Rh are the ranks on this device: all of them (emulat
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ffi import profile as profiler
 from ffi.layout import Shape
 
 MAX_ROWS, MAX_TOP_K, STATUS_SIZE = 16, 8, 8
+MAX_PROFILE_EVENTS = 1 << 16
 _SLIDING, _ROPE, _NVFP4 = 1, 2, 4  # bits of an element of `layer_flags`
 
 
@@ -47,6 +51,7 @@ class VerifyConfig:
       data it reads its own. For measuring; the results mean nothing.
     quantized: activations of NVFP4 experts are NVFP4.
     taps: layers whose outputs are wanted.  trace_layer: the layer whose intermediate values are wanted.
+    profile: events that each thread of the profiler keeps, 0: none; `profile.places` says how many there are.
     layers_per_launch, deadline_ms: of the kernel: how many layers a launch runs, and how long a wait for another rank may take.
     """
 
@@ -72,6 +77,7 @@ class VerifyConfig:
     quantized: bool = False
     taps: tuple[int, ...] = ()
     trace_layer: int | None = None
+    profile: int = 0
     layers_per_launch: int = 1
     deadline_ms: int = 1000
 
@@ -95,6 +101,8 @@ class VerifyConfig:
         check(self.window > 0 if sliding else self.window >= 0, f"window = {self.window}: sliding layers need one above 0")
         for name in ("layers_per_launch", "deadline_ms"):
             check(getattr(self, name) > 0, f"{name} = {getattr(self, name)}: expected a number above 0")
+        most = MAX_PROFILE_EVENTS
+        check(0 <= self.profile <= most, f"profile = {self.profile}: allowed are 0 to {most} events")
         for name in _FLOATS:
             value = getattr(self, name)
             check(math.isfinite(value) and value > 0, f"{name} = {value}: expected a finite number above 0")
@@ -161,12 +169,15 @@ class VerifyConfig:
 
 _INTEGERS = (
     "hidden", "heads", "kv_heads", "head_dim", "moe_hidden", "moe_intermediate", "experts", "top_k", "vocab", "ranks", "window",
-    "layers_per_launch", "loopback", "quantized", "deadline_ms",
+    "layers_per_launch", "loopback", "quantized", "profile", "deadline_ms",
 )  # fmt: skip
 _FLOATS = ("rms_eps", "post_eps", "score_scale", "output_multiplier", "softcap", "routed_scaling")
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["logits", "rows", "taps", "trace", "status"], meta_fields=[])
+_RESULTS = ["logits", "rows", "taps", "trace", "profile", "status"]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=_RESULTS, meta_fields=[])
 @dataclasses.dataclass(frozen=True, eq=False)
 class VerifyResult:
     """What a step gives.
@@ -175,6 +186,7 @@ class VerifyResult:
     rows: for each layer keys and values of the rows, [1, Rh K/R, T, H] bf16 each; `KVCache.commit` writes those accepted.
     taps: [taps, T, D] fp32, the stream after each layer of `config.taps`.
     trace: arrays [Rh, T, ...] by the names of `config.trace_shapes`, fp32 (idx int32); None without a layer to trace.
+    profile: [Rh, words] uint32, for `profile.decode`; None where `config.profile` is 0.
     status: [8] int32, zeros if all is well.
     """
 
@@ -182,6 +194,7 @@ class VerifyResult:
     rows: list[tuple[jax.Array, jax.Array]]
     taps: jax.Array
     trace: dict[str, jax.Array] | None
+    profile: jax.Array | None
     status: jax.Array
 
 
@@ -225,6 +238,9 @@ def verify(
             raise ValueError(f"{name} has shape {list(array.shape)}: expected {axes}")
     if routing is None:
         routing = jnp.zeros((0, 0, 0), jnp.int32), jnp.zeros((0, 0, 0), jnp.float32)
+    recording = _recording.get()
+    if recording is not None:
+        config = dataclasses.replace(config, profile=recording.events)
 
     rows, here, shape = tokens.shape[0], embedding.shape[0], config.shape
     cache_rows = jax.ShapeDtypeStruct((1, here * shape.of_rank(config.kv_heads), rows, config.head_dim), jnp.bfloat16)
@@ -235,19 +251,50 @@ def verify(
         *[cache_rows] * (2 * num_layers),
         jax.ShapeDtypeStruct((len(config.taps), rows, config.hidden), jnp.float32),
         jax.ShapeDtypeStruct((here, trace_size), jnp.float32),
+        jax.ShapeDtypeStruct((here, profiler.words(here, config.profile)), jnp.uint32),
         jax.ShapeDtypeStruct((STATUS_SIZE,), jnp.int32),
     ]
     operands = [tokens, positions, length, visible, rope, ring_positions, *routing, embedding, head, *layers]
     operands += [x for pair in caches for x in pair]
     target = "muse_verify_emulated" if emulated else "muse_verify"
-    logits, *new, taps, trace, status = jax.ffi.ffi_call(target, results)(*operands, **config._attributes)
+    logits, *new, taps, trace, profile, status = jax.ffi.ffi_call(target, results)(*operands, **config._attributes)
+    if recording is not None:
+        jax.debug.callback(recording.keep, profile)
     return VerifyResult(
         logits=logits,
         rows=list(zip(new[::2], new[1::2], strict=True)),
         taps=taps,
         trace=_named(trace, entries, rows) if entries else None,
+        profile=profile if config.profile else None,
         status=status,
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Recording:
+    events: int
+    buffers: list[np.ndarray]
+
+    def keep(self, profile: jax.Array) -> None:
+        self.buffers.append(np.asarray(profile))
+
+
+_recording: contextvars.ContextVar[_Recording | None] = contextvars.ContextVar("recording", default=None)
+
+
+@contextlib.contextmanager
+def profiled(events: int) -> Iterator[list[np.ndarray]]:
+    """Profiles calls that are traced in the block, for programs that make them somewhere inside.
+
+    Gives the list that gets `VerifyResult.profile` of every such call, and of every device, whenever it has run and
+    `jax.effects_barrier` has passed. A function that was traced before stays as it is: trace a new one.
+    """
+    recording = _Recording(events, [])
+    token = _recording.set(recording)
+    try:
+        yield recording.buffers
+    finally:
+        _recording.reset(token)
 
 
 def _named(trace: jax.Array, entries: dict[str, tuple[int, ...]], rows: int) -> dict[str, jax.Array]:

@@ -30,6 +30,7 @@ const char* type_name(DataType type) {
   switch (type) {
     case DataType::PRED: return "bool";
     case DataType::U8: return "u8";
+    case DataType::U32: return "u32";
     case DataType::S32: return "i32";
     case DataType::S64: return "i64";
     case DataType::BF16: return "bf16";
@@ -242,6 +243,7 @@ void read_attributes(Reader& reader, VerifyArguments* out) {
                    kScaleBlock * shape.ranks, " for ", shape.ranks, " ranks");
   }
   out->trace_layer = reader.integer32("trace_layer", -1, static_cast<int64_t>(flags.size()) - 1);
+  out->profile.events = reader.integer32("profile", 0, kMaxProfileEvents);
   out->taps = reader.integers("taps");
   for (size_t i = 0; i < out->taps.size(); ++i) {
     reader.require(0 <= out->taps[i] && out->taps[i] < out->num_layers(), "attribute taps[", i, "] = ", out->taps[i],
@@ -331,6 +333,10 @@ void read_results(Reader& reader, VerifyArguments* out) {
   out->tap_streams = reader.result_data<float>("taps", DataType::F32, {num_taps, rows, shape.hidden});
   out->trace_size = out->trace_layer < 0 ? 0 : make_trace_table(shape, out->rows).size;
   out->trace = reader.result_data<float>("trace", DataType::F32, {here, out->trace_size});
+  out->profile = ProfileTarget::create(out->ranks_here, out->profile.events);
+  const int64_t words = out->profile.rank_bytes / sizeof(uint32_t);
+  uint8_t* profile = reader.result_data<uint8_t>("profile", DataType::U32, {here, words});
+  out->profile.ranks = words > 0 ? profile : nullptr;
   out->status = reader.result_data<int32_t>("status", DataType::S32, {kStatusSize});
 }
 
@@ -343,7 +349,7 @@ xla::ffi::Error parse_verify_arguments(ffi::RemainingArgs operands, ffi::Remaini
   read_attributes(reader, out);
   if (!reader.ok()) return reader.error();
   const size_t layers = out->layers.size();
-  reader.count(10 + 3 * layers, 4 + 2 * layers);
+  reader.count(10 + 3 * layers, 5 + 2 * layers);
   read_operands(reader, out);
   if (!reader.ok()) return reader.error();
   read_results(reader, out);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "profile.h"
 #include "shape.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -60,7 +61,8 @@ struct VerifyArguments {
   float* tap_streams;  // [taps, T, D]
   float* trace;        // [ranks here, trace_size], `TraceTable`
   int64_t trace_size;  // 0 without a trace
-  int32_t* status;     // [kStatusSize]
+  ProfileTarget profile;
+  int32_t* status;  // [kStatusSize]
 
   int num_layers() const { return static_cast<int>(layers.size()); }
 };

@@ -48,6 +48,7 @@ struct SharedStorage {
   alignas(8) uint64_t full[kStages], empty[kStages];
   uint64_t experts_full, experts_empty;
   Site site;
+  uint64_t phase_began[kNumProfileRoles];  // of those who record, by global_timer_ns
   uint32_t aborted;
   bool skipped;         // the call was given up before this launch
   bool finished;        // the consumers are

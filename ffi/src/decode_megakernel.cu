@@ -78,6 +78,7 @@ __device__ __forceinline__ void consume(Cta& cta, uint32_t base) {
       if (!has_phase(cta, phase, l)) continue;
       cta.enter(phase, l);
       consume_phase(cta, consumer, phase, l, l - max(launch.begin, 0));
+      if (is_profiled(cta) && cta.thread == 0) record(cta, kConsumerRole, phase, l, 0);
     }
     // This CTA has read everything of the round.
     consumer_barrier();
@@ -102,6 +103,8 @@ __device__ __forceinline__ void produce(Cta& cta, uint32_t base) {
         wait_for_barrier(cta, &cta.shared.experts_empty, ((l - max(launch.begin, 0)) & 1) ^ 1);
         build_experts(cta, l);
         if (loads) mbarrier_arrive(shared_address(&cta.shared.experts_full));
+        // The wait for the routing counts as a phase: the ring may run dry in it.
+        if (is_profiled(cta) && loads) record(cta, kProducerRole, Phase::kTopK, l, 0);
       }
       if (!loads) continue;
       switch (phase) {
@@ -118,8 +121,10 @@ __device__ __forceinline__ void produce(Cta& cta, uint32_t base) {
         case Phase::kExpertGateUp:
         case Phase::kExpertDown:
         case Phase::kLmHead: load_stack(cta, producer, phase, l); break;
-        default: break;
+        default: continue;
       }
+      if (is_profiled(cta)) record(cta, kProducerRole, phase, l, producer.waited_ns);
+      producer.waited_ns = 0;
     }
     __syncwarp();
   }
@@ -241,6 +246,8 @@ __global__ void __launch_bounds__(kThreads, 1) decode_megakernel(const __grid_co
     shared.finished = false;
     shared.aborted = workspace->aborted;
     shared.skipped = shared.aborted;
+    if (launch.profile.ranks != nullptr)
+      shared.phase_began[kConsumerRole] = shared.phase_began[kProducerRole] = global_timer_ns();
     // The round of this launch's first layer was opened by the launch before.
     shared.open_round = launch.begin < 0 ? base - 1 : base + 1 + launch.begin;
   }
@@ -287,7 +294,12 @@ __global__ void __launch_bounds__(kThreads, 1) decode_megakernel(const __grid_co
     for (int i = 0; i < 6; ++i) launch.status[i] = words[i];
   }
   __threadfence();
-  for (int r = launch.first_rank; r < launch.first_rank + launch.sizes.ranks_here; ++r) launch.workspaces[r]->call = 0;
+#pragma unroll 1
+  for (int r = launch.first_rank; r < launch.first_rank + launch.sizes.ranks_here; ++r) {
+    if (launch.profile.ranks != nullptr && launch.workspaces[r]->aborted == 0)
+      launch.profile.header(r - launch.first_rank)->ctas = launch.ctas_per_rank;
+    launch.workspaces[r]->call = 0;
+  }
 }
 
 // Takes the workspaces for this call, or says that another one has them. After a call that gave up, everything becomes
@@ -298,6 +310,9 @@ __global__ void begin_call(const __grid_constant__ Launch launch) {
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStatusSize; ++i) launch.status[i] = 0;
     if (atomicCAS(&first->call, 0u, launch.call) != 0) launch.status[0] = kOverlap;
+    // Until the call has ended.
+    for (int r = launch.first_rank; launch.profile.ranks != nullptr && r < end; ++r)
+      *launch.profile.header(r - launch.first_rank) = {0, kNumProfileRoles, static_cast<uint32_t>(r), 0};
   }
   __syncthreads();
   if (load_relaxed(&first->call) != launch.call) return;

@@ -1,6 +1,7 @@
 #include "host_reference.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <vector>
@@ -214,37 +215,63 @@ class Step {
   }
 
   void run() {
-    for (Rank& rank : ranks_) embed(rank);
-    for (Rank& rank : ranks_) qkv(0, rank);
+    begin_profile();
+    phase(Phase::kEmbed, -1, [&](Rank& rank) { embed(rank); });
+    phase(Phase::kQkv, -1, [&](Rank& rank) { qkv(0, rank); });
     for (int layer = 0; layer < args_.num_layers(); ++layer) {
-      for (Rank& rank : ranks_) attention(layer, rank);
-      for (Rank& rank : ranks_) o_proj(layer, rank);
+      phase(Phase::kAttention, layer, [&](Rank& rank) { attention(layer, rank); });
+      phase(Phase::kOProj, layer, [&](Rank& rank) { o_proj(layer, rank); });
       gather(1, &Rank::own_o_parts, &Rank::o_parts);
-      for (Rank& rank : ranks_) post_attn(layer, rank);
-      for (Rank& rank : ranks_) router(layer, rank);
-      for (Rank& rank : ranks_) pre_expert_proj(layer, rank);
+      phase(Phase::kPostAttention, layer, [&](Rank& rank) { post_attn(layer, rank); });
+      phase(Phase::kRouter, layer, [&](Rank& rank) { router(layer, rank); });
+      phase(Phase::kPreExpertProj, layer, [&](Rank& rank) { pre_expert_proj(layer, rank); });
       gather(rows_, &Rank::own_pooled, &Rank::pooled);
-      for (Rank& rank : ranks_) expert_gate_up(layer, rank);
+      phase(Phase::kExpertGateUp, layer, [&](Rank& rank) { expert_gate_up(layer, rank); });
       if (quantized(layer)) {  // gather_fp4
         gather(routed_, &Rank::own_amax, &Rank::amax);
-        for (Rank& rank : ranks_) quantize_hidden(rank);
+        phase(Phase::kQuantizeHidden, layer, [&](Rank& rank) { quantize_hidden(rank); });
       }
       gather(routed_, &Rank::own_hidden, &Rank::hidden);
-      for (Rank& rank : ranks_) expert_down(layer, rank);
+      phase(Phase::kExpertDown, layer, [&](Rank& rank) { expert_down(layer, rank); });
       gather(routed_, &Rank::own_down, &Rank::down);  // gather_bf16
-      for (Rank& rank : ranks_) combine(layer, rank);
-      for (Rank& rank : ranks_) post_expert_proj(layer, rank);
+      phase(Phase::kCombine, layer, [&](Rank& rank) { combine(layer, rank); });
+      phase(Phase::kPostExpertProj, layer, [&](Rank& rank) { post_expert_proj(layer, rank); });
       gather(rows_, &Rank::own_branch, &Rank::branch);
-      for (Rank& rank : ranks_) post_ffn(layer, rank);
+      phase(Phase::kPostFfn, layer, [&](Rank& rank) { post_ffn(layer, rank); });
       if (layer + 1 < args_.num_layers()) {
-        for (Rank& rank : ranks_) qkv(layer + 1, rank);
+        phase(Phase::kQkv, layer, [&](Rank& rank) { qkv(layer + 1, rank); });
+      } else {
+        phase(Phase::kLmHead, layer, [&](Rank& rank) { lm_head(rank); });
       }
     }
-    for (Rank& rank : ranks_) lm_head(rank);
     std::fill_n(args_.status, kStatusSize, 0);
   }
 
  private:
+  // run(rank) for each of them, as a phase of the profile: the kernel's that it stands for, with the work of those
+  // before it that have no own one here.
+  template <typename Run>
+  void phase(Phase phase, int layer, const Run& run) {
+    for (Rank& rank : ranks_) {
+      const uint64_t began = now_ns();
+      run(rank);
+      const int place = profile_place(layer, phase);
+      if (args_.profile.ranks == nullptr || place >= args_.profile.events) continue;
+      *args_.profile.event(rank.index, 0, kConsumerRole, place) = {began, now_ns(), 0, static_cast<uint32_t>(place)};
+    }
+  }
+
+  void begin_profile() {
+    if (args_.profile.ranks == nullptr) return;
+    std::memset(args_.profile.ranks, 0, ranks_.size() * args_.profile.rank_bytes);
+    for (const Rank& rank : ranks_) *args_.profile.header(rank.index) = {1, 1, static_cast<uint32_t>(rank.index), 0};
+  }
+
+  static uint64_t now_ns() {
+    const auto now = std::chrono::steady_clock::now().time_since_epoch();
+    return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
+  }
+
   // stream = rms(row of the embedding); the first layer's input norm
   void embed(Rank& rank) {
     const int hidden = shape_.hidden, vocab = shape_.of_rank(shape_.vocab);

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "profile.h"
 #include "shape.h"
 
 namespace muse {
@@ -131,6 +132,7 @@ struct Launch {
   float* taps;    // [taps, T, D]
   float* stream;  // [2, ranks here, rows, D]: the residual stream after post_ffn and after post_attn
   int32_t* status;
+  ProfileTarget profile;
   Workspace* workspaces[kMaxRanks];  // of every rank, in this device's address space; in loopback all are the own
   int first_rank;                    // of those here
   int ctas_per_rank;

@@ -154,6 +154,7 @@ Launch make_launch(const VerifyArguments& args, int num_sms) {
   launch.logits = args.logits;
   launch.taps = args.tap_streams;
   launch.status = args.status;
+  launch.profile = args.profile;
   launch.ctas_per_rank = num_sms / args.ranks_here;
   launch.ctas_reciprocal =
       static_cast<uint32_t>(((uint64_t{1} << 32) + launch.ctas_per_rank - 1) / launch.ctas_per_rank);

@@ -2,7 +2,7 @@
 // and layers: weights and committed keys do not depend on anything in flight.
 #pragma once
 
-#include "cta.cuh"
+#include "profile.cuh"
 
 namespace muse {
 
@@ -24,10 +24,13 @@ struct Producer {
   const Cta& cta;
   uint64_t policy;
   uint32_t next = 0;
+  uint32_t waited_ns = 0;  // for free stages, if anybody wants to know
 
   __device__ void load(const void* from, uint32_t bytes) {
     const RingPosition at{next};
+    const uint32_t before = profile_clock(cta);
     wait_for_barrier(cta, &cta.shared.empty[at.slot()], at.parity() ^ 1);
+    waited_ns += profile_clock(cta) - before;
     // Consumers that wait no longer release stages to which something is still on its way.
     if (*cta.waiting.aborted) return;
     ++next;

@@ -120,7 +120,6 @@ struct Device {
   Fiber* now = nullptr;
   Context scheduler;
   const std::function<void()>* kernel = nullptr;
-  uint64_t switches = 0;
   uint64_t random = settings.seed * 0x9e3779b97f4a7c15u + 1;
   const char* failure = nullptr;
 
@@ -130,6 +129,7 @@ struct Device {
   }
 };
 Device* device = nullptr;
+uint64_t switches = 0;  // of all kernels so far
 
 void leave() { device->now->context.switch_to(device->scheduler); }
 
@@ -141,7 +141,7 @@ void enter_kernel() {
 
 }  // namespace
 
-uint64_t time_ns() { return device->switches * kSwitchNs; }
+uint64_t time_ns() { return switches * kSwitchNs; }
 
 Thread& current() { return device->now->thread; }
 
@@ -172,14 +172,14 @@ void fail(const char* what) {
 
 void copy_later(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, CopyDone done) {
   const uint64_t longest = 4 * device->fibers.size();  // in which every thread is there a few times
-  device->now->cta->copies.push_back({to, from, bytes, barrier, done, device->switches + device->draw() % longest});
+  device->now->cta->copies.push_back({to, from, bytes, barrier, done, switches + device->draw() % longest});
 }
 
 void finish_copies() {
   std::vector<Copy>& copies = device->now->cta->copies;
   for (size_t i = 0; i < copies.size();) {
     const Copy copy = copies[i];
-    if (copy.when > device->switches) {
+    if (copy.when > switches) {
       ++i;
       continue;
     }
@@ -237,7 +237,7 @@ void run(dim3 grid, uint32_t threads, size_t shared_bytes, const std::function<v
         if (fiber.done || (fiber.waits != nullptr && fiber.waits->generation == fiber.generation)) continue;
         fiber.idle = false;
         emulated.now = &fiber;
-        ++emulated.switches;
+        ++switches;
         emulated.scheduler.switch_to(fiber.context);
         if (emulated.failure != nullptr) {
           device = nullptr;

@@ -60,7 +60,8 @@ inline Settings settings;
 // on.
 void run(dim3 grid, uint32_t threads, size_t shared_bytes, const std::function<void()>& kernel);
 
-// Time goes on with every switch from one thread to another, as if it took so many nanoseconds.
+// Time goes on with every switch from one thread to another, from kernel to kernel, as if it took so many nanoseconds:
+// times are an order, and say nothing about how long something takes on a GPU.
 constexpr uint64_t kSwitchNs = 1;
 uint64_t time_ns();
 
