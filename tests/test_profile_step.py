@@ -14,6 +14,7 @@ import profile_step
 import profiler_trace
 from profiler_trace import Kernel
 
+from ffi import library
 from muse_jax import hlo
 
 
@@ -30,6 +31,27 @@ def test_operations_have_the_models_names(tmp_path, capsys):
     # Each of six layers multiplies its experts' rows once or more on each device.
     assert sum(event["name"].startswith("moe") and event["name"].endswith("dot_general") for event in events) >= 6
     assert link.is_symlink() and not list(tmp_path.glob(".*"))
+
+
+@pytest.mark.skipif(bool(library.unavailable("cpu")), reason="; ".join(library.unavailable("cpu")))
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the kernel runs there")
+def test_phases_of_the_megakernel(tmp_path, capsys):
+    """On a CPU of the Host reference, whose times are real."""
+    out = tmp_path / "step.trace.json.gz"
+    assert profile_step.main(["--out", str(out), "--json", "--backend", "megakernel"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["backend"] == "megakernel" and figures["ran"] == "Host reference"
+    events = [event for event in json.loads(gzip.decompress(out.read_bytes()))["traceEvents"] if event["ph"] == "X"]
+    # Embedding, qkv, and eleven phases of each of six layers: one step, not those before it.
+    assert len(events) == figures["events"] == 2 + 11 * 6 and figures["lost"] == 0
+    counts = {row["phase"]: row["count"] for row in figures["phases"]}
+    assert counts["expert_gate_up"] == 6 and counts["qkv"] == 6 and counts["lm_head"] == 1
+    assert 0.5 < sum(row["share"] for row in figures["phases"]) <= 1
+    assert figures["after_experts"]["to_qkv_us"]["worst"] >= figures["after_experts"]["to_post_ffn_us"]["median"] > 0
+    profile_step.print_phases(figures | {"lost": 3}, 4)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("The Host reference ran") and lines[2].startswith("3 more events were lost")
+    assert len(lines) == 4 + 4 + 1 + 2
 
 
 def test_a_name_that_cannot_be_written(tmp_path, capsys):
