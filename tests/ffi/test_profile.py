@@ -139,13 +139,24 @@ def test_waits_are_within_phases():
     assert not np.any(of(events, "embed")["waited_ns"])
 
 
-def test_waits_follow_from_the_other_ctas():
+@pytest.mark.parametrize(
+    "giver, taker, waits",
+    [
+        ((0, "o_proj"), (0, "o_sum"), 50),
+        ((0, "qkv"), (1, "heads"), 50),  # of the layer after it
+        ((-1, "embed"), (-1, "qkv"), 50),
+        ((1, "qkv"), (1, "heads"), 0),
+        ((0, "router"), (0, "pre_expert_proj"), 0),
+    ],
+)
+def test_waits_follow_from_the_other_ctas(giver, taker, waits):
     events = np.zeros(4, EVENT)
     events["cta"] = [0, 0, 1, 1]
-    events["phase"] = [PHASES.index("o_proj"), PHASES.index("o_sum")] * 2
+    events["layer"] = [giver[0], taker[0]] * 2
+    events["phase"] = [PHASES.index(giver[1]), PHASES.index(taker[1])] * 2
     events["begin_ns"], events["end_ns"] = [10, 30, 10, 80], [30, 120, 80, 90]
     profile._add_waits(events)
-    assert list(events["waited_ns"]) == [0, 50, 0, 0]
+    assert list(events["waited_ns"]) == [0, waits, 0, 0]
 
 
 def test_the_producers_wait_for_free_stages():
