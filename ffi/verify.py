@@ -187,7 +187,7 @@ class VerifyResult:
     taps: [taps, T, D] fp32, the stream after each layer of `config.taps`.
     trace: arrays [Rh, T, ...] by the names of `config.trace_shapes`, fp32 (idx int32); None without a layer to trace.
     profile: [Rh, words] uint32, for `profile.decode`; None where `config.profile` is 0.
-    status: [8] int32, zeros if all is well.
+    status: [8] int32, zeros if all is well; else the other results mean nothing, and `problem` says in words what happened.
     """
 
     logits: jax.Array
@@ -295,6 +295,23 @@ def profiled(events: int) -> Iterator[list[np.ndarray]]:
         yield recording.buffers
     finally:
         _recording.reset(token)
+
+
+def problem(status: Sequence[int]) -> str | None:
+    """What a call's status says, for a person; None: all is well. status: [8], on the host."""
+    code, rank, layer, phase, cta, peer, *_ = map(int, status)
+    if code == 0:
+        return None
+    if code == 2:
+        return "another call for the same model and devices was running; repeat this one when that is over"
+    if code != 1:
+        return f"it has status {code}, which this version does not know"
+    where = "the embedding" if layer < 0 else f"layer {layer}"
+    name = profiler.PHASES[phase] if 0 <= phase < len(profiler.PHASES) else str(phase)
+    waited = f"rank {rank} gave up waiting in {where}, phase {name}, CTA {cta}"
+    if peer < 0:
+        return f"{waited}: something did not come within deadline_ms; if that is too short here, raise it"
+    return f"{waited}: data of rank {peer} did not come within deadline_ms; see what stopped rank {peer}, or raise it"
 
 
 def _named(trace: jax.Array, entries: dict[str, tuple[int, ...]], rows: int) -> dict[str, jax.Array]:

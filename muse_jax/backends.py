@@ -47,6 +47,7 @@ class Backend:
 
     name: ClassVar[str] = "xla"
     max_batch: ClassVar[int | None] = None  # sequences of a step; None: any number
+    reports_status: ClassVar[bool] = False  # of each step: it may fail
 
     linears = staticmethod(ops.linears)
     gated_linear = staticmethod(ops.gated_linear)
@@ -72,15 +73,16 @@ class Backend:
         cache: kv_cache.KVCache,
         taps: Sequence[int],
         routing: Sequence[Routing | None] | None,
-    ) -> tuple[list[jax.Array], list[kv_cache.KV], jax.Array | None]:
+    ) -> tuple[list[jax.Array], list[kv_cache.KV], jax.Array | None, jax.Array | None]:
         """The target's forward pass over the nodes of a step, which leaves the cache as it is.
 
         Args:     length: [B] int32, committed positions.  taps, routing: as `MuseSpark` takes them.
-        Returns:  logits [B, N, V] in parts of the vocabulary, keys and values of the rows, their taps [B, N, taps * D].
+        Returns:  logits [B, N, V] in parts of the vocabulary, keys and values of the rows, their taps [B, N, taps * D], and
+                  the step's status, [8] int32, the same on every device; None where it cannot fail.
         """
         context = self.decode_context(cache, length, nodes.depth, (nodes.ancestors,) * 2, module.config)
         stream, rows, tapped = module(nodes.token, context, cache, taps=taps, routing=routing)
-        return module.logit_parts(stream), rows, tapped
+        return module.logit_parts(stream), rows, tapped, None
 
     def check_batch(self, batch: int) -> None:
         """Raises ValueError if a step cannot have so many sequences."""

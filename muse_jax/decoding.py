@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from ffi.verify import STATUS_SIZE, problem
 from muse_jax import sharding, tree
 from muse_jax.config import ModelConfig
 from muse_jax.draft import DFlash2
@@ -183,7 +184,13 @@ class DecodeState:
 jax.tree_util.register_pytree_node(DecodeState, DecodeState._flatten, lambda rows, fields: DecodeState(*fields, rows))
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["tokens", "count", "accepted", "done"], meta_fields=[])
+class StepError(RuntimeError):
+    """A step of the megakernel failed. It emitted nothing and committed nothing: the state that it returned may be decoded."""
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["tokens", "count", "accepted", "done", "status"], meta_fields=[]
+)
 @dataclasses.dataclass(frozen=True)
 class StepOutput:
     """What one step emitted.
@@ -192,12 +199,30 @@ class StepOutput:
     count: [B] int32, after clipping at a stop token (kept, last) or the length limit; 0 for rows that were done.
     accepted: [B] int32, accepted nodes, root included, before clipping: accepted - 1 drafted tokens and one of the target's.
     done: [B] bool, after the step.
+    status: [8] int32, of the megakernel: zeros, or why the step failed (`check`); then count and accepted are 0, and the
+      state is as before. None: steps of this backend cannot fail.
     """
 
     tokens: jax.Array
     count: jax.Array
     accepted: jax.Array
     done: jax.Array
+    status: jax.Array | None = None
+
+    def check(self) -> None:
+        """Raises StepError if the step failed: with one line that says where and why. Waits for the step, if it has a status.
+
+        `Muse.generate` and `Muse.decode` do this. Who jits `muse_jax.decode` does it where the tokens are read; a loop that
+        does not would repeat a step that fails each time for ever.
+        """
+        check_status(self.status)
+
+
+def check_status(status: jax.Array | None) -> None:
+    """`StepOutput.check`."""
+    failed = None if status is None else problem(jax.device_get(status))
+    if failed is not None:
+        raise StepError(f"the step emitted nothing, and its state is as before: {failed}")
 
 
 def _on_mesh(model: Model, function: Callable, in_specs: tuple, out_specs: Any, *args: Any) -> Any:
@@ -299,7 +324,10 @@ def first_token(
         sampling=sampling,
         num_rows=model.num_rows,
     )
-    return _emit(model, state, token[:, None], jnp.ones_like(lengths))
+    state, out = _emit(model, state, token[:, None], jnp.ones_like(lengths))
+    # Of the structure of a step's: a loop may carry either.
+    has_status = model.module.backend.reports_status
+    return state, dataclasses.replace(out, status=jnp.zeros(STATUS_SIZE, jnp.int32) if has_status else None)
 
 
 def decode(model: Model, state: DecodeState) -> tuple[DecodeState, StepOutput]:
@@ -355,13 +383,20 @@ def verify_and_commit(
     Args:     nodes, ids, proposal: from `propose_nodes`; a tree of any tokens will do.  routing: of each layer, in place of the
               router's, so that a benchmark knows how many experts are read.
     """
-    logits, rows, taps = verify(model, state, nodes, routing)
+    logits, rows, taps, status = _verify(model, state, nodes, routing)
     ranks = model.module.vocab_ranks
     with jax.named_scope("sampling"):
         choice = target_choice(logits, nodes, state.length, state.sampling, model.valid_vocab, ids, proposal, ranks)
     accepted, path = tree.accept(nodes, choice)
+    if status is not None:
+        # A failed step commits nothing: what it writes is beyond the committed positions. Taps that are no numbers would stay
+        # in the draft's cache, where hidden keys count as zero times their value.
+        failed = status[0] != 0
+        accepted = jnp.where(failed, 0, accepted)
+        taps = None if taps is None else jnp.where(failed, 0.0, taps)
     emitted = jnp.take_along_axis(choice, path, axis=1)
     new, out = _emit(model, state, emitted, accepted)
+    out = dataclasses.replace(out, status=status)
     with jax.named_scope("commit"):
         cache, draft_cache = _commit(model, state, rows, taps, path, emitted)
     new = dataclasses.replace(new, cache=cache, draft_cache=draft_cache, length=state.length + out.count)
@@ -405,6 +440,11 @@ def verify(
 
     On each device of a mesh by itself.  routing: as in `verify_and_commit`.
     """
+    return _verify(model, state, nodes, routing)[:3]
+
+
+def _verify(model: Model, state: DecodeState, nodes: Tree, routing: Sequence[Routing | None] | None) -> tuple:
+    """`Backend.verify` of a step."""
     module = model.module
     taps = () if model.draft_params is None else model.draft.config.target_layer_ids
     return module.backend.verify(module, nodes, state.length, state.cache, taps, routing)

@@ -34,10 +34,17 @@ GATES = ("post_attention_gate", "post_ffn_gate")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Megakernel(Backend):
-    """On a CPU the call is the Host reference: for tests, as it is slow."""
+    """On a CPU the call is the Host reference: for tests, as it is slow.
+
+    deadline_ms: `VerifyConfig.deadline_ms`.  emulated: run the kernel's own source on an emulated device, for tests of what
+      only the kernel does.
+    """
 
     name: ClassVar[str] = "megakernel"
     max_batch: ClassVar[int | None] = 1
+    reports_status: ClassVar[bool] = True
+    deadline_ms: int = VerifyConfig.deadline_ms
+    emulated: bool = False
     _traced: set[str] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -45,7 +52,8 @@ class Megakernel(Backend):
 
     @property
     def paths(self) -> dict[str, list[str]]:
-        return {op: ["megakernel (Host reference)"] for op in sorted(self._traced)}
+        what = "emulated device" if self.emulated else "Host reference"
+        return {op: [f"megakernel ({what})"] for op in sorted(self._traced)}
 
     # ---------------------------------------------------------------------------------------------------------- weights
 
@@ -90,7 +98,7 @@ class Megakernel(Backend):
         cache: KVCache,
         taps: Sequence[int],
         routing: Sequence[Routing | None] | None,
-    ) -> tuple[list[jax.Array], list[KV], jax.Array | None]:
+    ) -> tuple[list[jax.Array], list[KV], jax.Array | None, jax.Array]:
         batch, rows = nodes.token.shape
         self.check_batch(batch)
         if rows > MAX_ROWS:
@@ -99,8 +107,9 @@ class Megakernel(Backend):
         config = module.config
         positions = length[:, None] + nodes.depth
         inv_freq = ops.rope_inverse_frequencies(config.rope_theta, config.head_dim)
+        call = _verify_config(config, module.activations, tuple(taps))
         result = verify(
-            _verify_config(config, module.activations, tuple(taps)),
+            dataclasses.replace(call, deadline_ms=self.deadline_ms),
             tokens=module.known_tokens(nodes.token)[0],
             positions=positions[0],
             length=length,
@@ -112,10 +121,11 @@ class Megakernel(Backend):
             layers=[layer.weights[...] for layer in module.layers],
             caches=cache.layers,
             routing=_given_routing(routing),
+            emulated=self.emulated,
         )
         # The axis of the only rank takes the place of the batch of one.
         tapped = jnp.concatenate(list(result.taps), axis=-1)[None] if taps else None
-        return [result.logits], result.rows, tapped
+        return [result.logits], result.rows, tapped, result.status
 
 
 class PackedLayer(nnx.Module):

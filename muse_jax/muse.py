@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import inspect
@@ -191,6 +192,7 @@ class Muse:
         self._prefill_chunk = jax.jit(decoding.prefill_chunk, donate_argnames=("caches", "last"))
         self._first_token = jax.jit(decoding.first_token, donate_argnames="caches")
         self._decode = jax.jit(decoding.decode, donate_argnames="state")
+        self._statuses: collections.deque[jax.Array] = collections.deque()  # of steps that nobody has looked at
         for name in ("_logits", "_prefill_chunk", "_first_token", "_decode"):
             setattr(self, name, distributed.one_at_a_time(getattr(self, name), self.mesh))
 
@@ -279,8 +281,17 @@ class Muse:
         )
 
     def decode(self, state: DecodeState) -> tuple[DecodeState, StepOutput]:
-        """`muse_jax.decode`, jitted, with this model. The given state cannot be used again."""
-        return self._decode(self.model, state)
+        """`muse_jax.decode`, jitted, with this model. The given state cannot be used again.
+
+        Does not wait for the step.
+        Raises:   StepError, and leaves the given state alone, if an earlier step that is over by now failed.
+        """
+        while self._statuses and self._statuses[0].is_ready():
+            decoding.check_status(self._statuses.popleft())
+        state, out = self._decode(self.model, state)
+        if out.status is not None:
+            self._statuses.append(out.status)
+        return state, out
 
     def draft_seconds(self, state: DecodeState, repeats: int = 20) -> float:
         """Median time of the draft's part of a step, run alone on `state`, which stays usable.
@@ -301,7 +312,8 @@ class Muse:
         """Writes a continuation of one prompt.
 
         Args:     prompt: text, or token ids.  settings: those of `prefill`.
-        Returns:  an iterator of pieces of text; it also collects tokens, finish reason and times.
+        Returns:  an iterator of pieces of text; it also collects tokens, finish reason and times. StepError from it: a step of
+                  the megakernel failed.
         Raises:   ValueError if there is no tokenizer, or as `prefill` does; TypeError for a setting that it does not have.
         """
         if unknown := settings.keys() - inspect.signature(self.prefill).parameters.keys():
@@ -457,12 +469,14 @@ class Generation:
             yield piece
 
     def _step(self) -> StepOutput:
-        self._state, out = self._muse.decode(self._state)
+        # Not by `Muse.decode`, which would say of this answer what went wrong with another.
+        self._state, out = self._muse._decode(self._muse.model, self._state)
         return out
 
     def _take(self, out: StepOutput) -> tuple[bool, int]:
         """Reads a step's output (this waits for the device). Returns whether the text is finished, and what was accepted."""
         out = jax.device_get(out)  # all of it: an index into an array of the device would queue behind the next step
+        out.check()
         self.tokens.extend(out.tokens[0, : out.count[0]].tolist())
         return bool(out.done[0]), int(out.accepted[0])
 

@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -239,9 +239,10 @@ def test_a_step_is_the_call(case):
         return backend.verify(model.module, nodes, length, cache, taps, routing)
 
     routing = verify_steps.make_routing(case)
-    [logits], rows, tapped = step(model, nodes, jnp.int32([case.length]), verify_steps.make_cache(case), routing)
+    [logits], rows, tapped, status = step(model, nodes, jnp.int32([case.length]), verify_steps.make_cache(case), routing)
     known = nodes._replace(token=jnp.where(nodes.token == placeholder, 0, nodes.token))
     expected = verify_steps.run(case, nodes=known, taps=taps)
+    assert not np.any(status)
     np.testing.assert_array_equal(logits, expected.logits)
     np.testing.assert_array_equal(tapped[0], np.concatenate(expected.taps, axis=-1))
     for ours, theirs in zip(jax.tree.leaves(rows), jax.tree.leaves(expected.rows), strict=True):
@@ -305,6 +306,102 @@ def test_a_step_copies_no_cache_and_no_weights(speculation, size):
     before = [x.unsafe_buffer_pointer() for x in donated]
     state, _ = step(model, state)
     assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves((state.cache, state.draft_cache))] == before
+
+
+# ------------------------------------------------------------------------------------------------------------- a step fails
+
+
+@pytest.fixture
+def device() -> Iterator[Callable[..., None]]:
+    """Sets the emulated device: a CTA that does not come, or whether another call runs."""
+
+    def settings(stalled_cta: int = -1, is_taken: bool = False) -> None:
+        library.load().muse_ffi_emulation(1, 3, stalled_cta, is_taken)
+
+    yield settings
+    settings()
+
+
+@functools.cache
+def emulated() -> QuickMuse:
+    """The kernel's own source, which waits."""
+    muse = load("megakernel")
+    module = MuseSpark(muse.config, dtype=BF16, backend=Megakernel(deadline_ms=1, emulated=True))
+    graph, _ = nnx.split(module)
+    emulated = QuickMuse.like(muse, model=dataclasses.replace(muse.model, graph=graph))
+    emulated._decode = decode
+    return emulated
+
+
+GAVE_UP = (
+    r"^the step emitted nothing, and its state is as before: rank 0 gave up waiting in (the embedding|layer 0), phase \w+, "
+    r"CTA [0-2]: something did not come within deadline_ms; if that is too short here, raise it$"
+)
+
+
+def test_a_failed_step_is_an_error_and_leaves_the_state_as_it_was(device):
+    muse = emulated()
+    (state, _), (expected, _) = (muse.prefill([prompt(SHORT)], max_new_tokens=NEW_TOKENS) for _ in range(2))
+    expected, out = muse.decode(expected)
+    out.check()
+    assert int(out.count[0]) > 1
+    device(stalled_cta=1)
+    state, failed = jax.block_until_ready(muse.decode(state))
+    device()
+    with pytest.raises(muse_jax.StepError, match=GAVE_UP):
+        failed.check()
+    assert failed.status.shape == (8,) and int(failed.status[0]) == 1
+    assert (int(failed.count[0]), int(failed.accepted[0]), bool(failed.done[0])) == (0, 0, False)
+    assert np.all(np.asarray(failed.tokens) == decoding.NO_TOKEN)
+    # Muse.decode says so once, without taking the state, which then gives what it would have given.
+    with pytest.raises(muse_jax.StepError, match=GAVE_UP):
+        muse.decode(state)
+    assert int(state.length[0]) == SHORT
+    state, again = muse.decode(state)
+    np.testing.assert_array_equal(again.tokens, out.tokens)
+    for ours, theirs in zip(*map(jax.tree.leaves, (state, expected)), strict=True):
+        if ours.ndim < 4:
+            np.testing.assert_array_equal(ours, theirs)
+    length = int(state.length[0])
+    for caches in ((state.cache, expected.cache), (state.draft_cache, expected.draft_cache)):
+        for ours, theirs in zip(*map(jax.tree.leaves, (cache.layers for cache in caches)), strict=True):
+            # What lies beyond is hidden, and yet finite: in the draft it counts, times zero.
+            assert np.all(np.isfinite(np.asarray(ours, np.float32)))
+            np.testing.assert_array_equal(ours[:, :, :length], theirs[:, :, :length])
+
+
+def test_generate_raises(device):
+    """And an answer after that is not affected."""
+    pieces = emulated().generate(prompt(SHORT), max_new_tokens=3)
+    device(stalled_cta=2)
+    with pytest.raises(muse_jax.StepError, match=GAVE_UP):
+        list(pieces)
+    device()
+    answer = emulated().generate(prompt(SHORT), max_new_tokens=3)
+    assert list(answer) and len(answer.tokens) == 3
+
+
+def test_a_call_beside_another(device):
+    muse = emulated()
+    state, _ = muse.prefill([prompt(SHORT)], max_new_tokens=NEW_TOKENS)
+    device(is_taken=True)
+    _, out = decode(muse.model, state)
+    with pytest.raises(muse_jax.StepError, match="another call for the same model and devices was running; repeat this one"):
+        out.check()
+
+
+def test_other_backends_have_no_status():
+    muse = load("xla")
+    state, out = start(muse, muse.model, prompt(SHORT))
+    assert out.status is None and jax.eval_shape(muse_jax.decode, muse.model, state)[1].status is None
+    assert out.check() is None
+
+
+def test_outputs_of_prefill_and_decode_have_one_structure():
+    muse = load("megakernel")
+    state, out = start(muse, muse.model, prompt(SHORT))
+    step = jax.eval_shape(muse_jax.decode, muse.model, state)[1]
+    assert jax.tree.structure(out) == jax.tree.structure(step) and step.status.shape == out.status.shape == (8,)
 
 
 # ----------------------------------------------------------------------------------------------------------- what is refused

@@ -22,6 +22,8 @@ from verify_phases import chain, check_phases
 from verify_steps import SMALL, TINY_SIZES, TWO_LAYERS, Case
 
 from ffi import library
+from ffi.profile import PHASES
+from ffi.verify import problem
 
 pytestmark = pytest.mark.skipif(bool(library.unavailable("cpu")), reason="; ".join(library.unavailable("cpu")))
 
@@ -189,3 +191,30 @@ def test_a_call_beside_another_is_refused(device):
     assert list(np.asarray(step().status)) == [2, *[0] * 7]
     device()
     assert bits(step()) == good
+
+
+# ---- What a status says -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        ((0, 1, 2, 3), None),
+        (
+            (1, 3, 12, PHASES.index("o_sum"), 17, 5),
+            "rank 3 gave up waiting in layer 12, phase o_sum, CTA 17: data of rank 5 did not come within deadline_ms; see what "
+            "stopped rank 5, or raise it",
+        ),
+        (
+            (1, 0, -1, PHASES.index("embed"), 2, -1),
+            "rank 0 gave up waiting in the embedding, phase embed, CTA 2: something did not come within deadline_ms; if that "
+            "is too short here, raise it",
+        ),
+        ((1, 0, 1, 99, 0, -1), "rank 0 gave up waiting in layer 1, phase 99, CTA 0: something did not come within deadline_ms; "
+         "if that is too short here, raise it"),
+        ((2,), "another call for the same model and devices was running; repeat this one when that is over"),
+        ((7,), "it has status 7, which this version does not know"),
+    ],
+)  # fmt: skip
+def test_a_status_in_words(status, expected):
+    assert problem(np.int32([*status, *[0] * (8 - len(status))])) == expected
