@@ -212,6 +212,7 @@ def verify(
     caches: Sequence[tuple[jax.Array, jax.Array]],
     routing: tuple[jax.Array, jax.Array] | None = None,
     *,
+    rank: jax.Array | None = None,
     emulated: bool = False,
 ) -> VerifyResult:
     """Runs the step.
@@ -222,7 +223,9 @@ def verify(
               in each slot, -1 if none.  embedding: [Rh, V/R, D] bf16.  head, layers: [Rh, bytes] uint8, from
               `layout.pack_head` and `layout.pack_layer`.  caches: for each layer keys and values [1, Rh K/R, slots, H] bf16,
               of sliding layers a ring, else slot = position.  routing: expert ids [L, T, top_k] int32 and weights fp32,
-              in place of the router's.  emulated: on a CPU, run the kernel's own source on an emulated device, for tests.
+              in place of the router's.  rank: [1] int32, which one is here, for a device of a mesh: this is then called inside
+              `jax.shard_map`, once a step, and on a CPU the calls of a run meet in the process.  emulated: on a CPU, run the
+              kernel's own source on an emulated device, for tests.
     Raises:   ValueError for what does not fit together; the call itself fails with INVALID_ARGUMENT and the name of an operand
               of another shape or dtype, and on a CPU also for tokens or expert ids that do not exist.
     """
@@ -242,6 +245,9 @@ def verify(
     if recording is not None:
         config = dataclasses.replace(config, profile=recording.events)
 
+    if rank is None:
+        rank = jnp.zeros(1, jnp.int32)
+
     rows, here, shape = tokens.shape[0], embedding.shape[0], config.shape
     cache_rows = jax.ShapeDtypeStruct((1, here * shape.of_rank(config.kv_heads), rows, config.head_dim), jnp.bfloat16)
     entries = {} if config.trace_layer is None else config.trace_shapes
@@ -254,7 +260,7 @@ def verify(
         jax.ShapeDtypeStruct((here, profiler.words(here, config.profile)), jnp.uint32),
         jax.ShapeDtypeStruct((STATUS_SIZE,), jnp.int32),
     ]
-    operands = [tokens, positions, length, visible, rope, ring_positions, *routing, embedding, head, *layers]
+    operands = [tokens, positions, length, rank, visible, rope, ring_positions, *routing, embedding, head, *layers]
     operands += [x for pair in caches for x in pair]
     target = "muse_verify_emulated" if emulated else "muse_verify"
     logits, *new, taps, trace, profile, status = jax.ffi.ffi_call(target, results)(*operands, **config._attributes)
@@ -306,6 +312,8 @@ def problem(status: Sequence[int]) -> str | None:
         return "another call for the same model and devices was running; repeat this one when that is over"
     if code != 1:
         return f"it has status {code}, which this version does not know"
+    if phase < 0:
+        return f"rank {rank} gave up waiting before the first phase: the call of rank {peer} did not come within deadline_ms"
     where = "the embedding" if layer < 0 else f"layer {layer}"
     name = profiler.PHASES[phase] if 0 <= phase < len(profiler.PHASES) else str(phase)
     waited = f"rank {rank} gave up waiting in {where}, phase {name}, CTA {cta}"

@@ -264,6 +264,7 @@ void read_operands(Reader& reader, VerifyArguments* out) {
   out->tokens = Reader::data<const int32_t>(tokens);
   out->positions = reader.operand_data<int32_t>("positions", DataType::S32, {rows});
   out->length = reader.operand_data<int32_t>("length", DataType::S32, {1});
+  out->rank = reader.operand_data<int32_t>("rank", DataType::S32, {1});
   out->visible = reader.operand_data<uint8_t>("visible", DataType::PRED, {rows, rows});
   out->rope = reader.operand_data<float>("rope", DataType::F32, {2, rows, shape.head_dim / 2});
 
@@ -349,7 +350,7 @@ xla::ffi::Error parse_verify_arguments(ffi::RemainingArgs operands, ffi::Remaini
   read_attributes(reader, out);
   if (!reader.ok()) return reader.error();
   const size_t layers = out->layers.size();
-  reader.count(10 + 3 * layers, 5 + 2 * layers);
+  reader.count(11 + 3 * layers, 5 + 2 * layers);
   read_operands(reader, out);
   if (!reader.ok()) return reader.error();
   read_results(reader, out);

@@ -47,6 +47,7 @@ struct VerifyArguments {
   const int32_t* tokens;          // [T]
   const int32_t* positions;       // [T]
   const int32_t* length;          // [1], committed positions
+  const int32_t* rank;            // [1], the first one here; a GPU's is known from muse_ffi_prepare, and must be this
   const uint8_t* visible;         // bool [T, T], row i sees row j
   const float* rope;              // [2, T, H/2], cos and sin
   const int32_t* ring_positions;  // [slots of sliding layers]
@@ -65,6 +66,8 @@ struct VerifyArguments {
   int32_t* status;  // [kStatusSize]
 
   int num_layers() const { return static_cast<int>(layers.size()); }
+  // The others' calls are for other devices.
+  bool is_of_mesh() const { return ranks_here < shape.ranks && !loopback; }
 };
 
 // Fills `out` from the call frame. An error (InvalidArgument) names the first operand, result or attribute that is not

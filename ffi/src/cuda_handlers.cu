@@ -29,6 +29,10 @@ struct Group {
   std::vector<Workspace*> workspaces;
   std::vector<float*> streams;  // of each device that is among them
   int num_sms;
+
+  // One rank without the others.
+  bool is_loopback() const { return devices.size() < static_cast<size_t>(shape.ranks); }
+  int here(int device) const { return static_cast<int>(std::count(devices.begin(), devices.end(), device)); }
 };
 
 std::mutex groups_mutex;
@@ -37,14 +41,18 @@ std::atomic<uint32_t> calls{0};
 
 bool same_shape(const ModelShape& x, const ModelShape& y) { return std::memcmp(&x, &y, sizeof(x)) == 0; }
 
-// The group whose ranks here are on `device`.
+bool same_model(const Group& x, const Group& y) {
+  return same_shape(x.shape, y.shape) && x.quantized == y.quantized && x.is_loopback() == y.is_loopback();
+}
+
+// The group whose ranks here are on `device`: there is one at most (muse_ffi_prepare).
 Group* find_group(const VerifyArguments& args, int device, int* first_rank) {
   const std::lock_guard<std::mutex> lock(groups_mutex);
   for (const auto& group : groups) {
     if (!same_shape(group->shape, args.shape) || group->quantized != args.quantized) continue;
+    if (group->is_loopback() != (args.loopback && args.shape.ranks > 1)) continue;
     const auto at = std::find(group->devices.begin(), group->devices.end(), device);
-    const int here = static_cast<int>(std::count(group->devices.begin(), group->devices.end(), device));
-    if (at == group->devices.end() || here != args.ranks_here) continue;
+    if (at == group->devices.end() || group->here(device) != args.ranks_here) continue;
     *first_rank = static_cast<int>(at - group->devices.begin());
     return group.get();
   }
@@ -88,9 +96,8 @@ std::string fill(Group& group) {
     if ((error = cudaMemset(memory, 0xff, bytes)) != cudaSuccess) return done(problem_of(error, "cudaMemset"));
     if ((error = cudaMemset(memory, 0, sizeof(Workspace))) != cudaSuccess) return done(problem_of(error, "cudaMemset"));
     if (rank == 0 || group.devices[rank - 1] != device) {
-      const int here = static_cast<int>(std::count(group.devices.begin(), group.devices.end(), device));
-      if ((error = cudaMalloc(&memory, size_t{2} * here * kMaxRows * group.shape.hidden * sizeof(float))) !=
-          cudaSuccess) {
+      const size_t numbers = size_t{2} * group.here(device) * kMaxRows * group.shape.hidden;
+      if ((error = cudaMalloc(&memory, numbers * sizeof(float))) != cudaSuccess) {
         return done(problem_of(error, "memory for the stream"));
       }
       group.streams.push_back(static_cast<float*>(memory));
@@ -142,7 +149,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     {xla::ffi::Traits::kCmdBufferCompatible});
 
 // Makes what calls of a model need on these devices; nothing happens if it is there. shape: the fields of ModelShape in
-// their order.  devices: of each rank; in loopback one.  Returns 0, or 1 with a message of at most `size` bytes.
+// their order.  devices: of each rank; in loopback one. As many ranks of a model may be on a device for one set of devices
+// only.  Returns 0, or 1 with a message of at most `size` bytes.
 extern "C" int muse_ffi_prepare(const int32_t* shape, int quantized, const int32_t* devices, int num_devices,
                                 char* message, int size) {
   auto group = std::make_unique<muse::Group>();
@@ -151,11 +159,17 @@ extern "C" int muse_ffi_prepare(const int32_t* shape, int quantized, const int32
   group->quantized = quantized != 0;
   group->devices.assign(devices, devices + num_devices);
   const std::lock_guard<std::mutex> lock(muse::groups_mutex);
+  std::string problem;
   for (const auto& other : muse::groups) {
-    const bool same = muse::same_shape(other->shape, group->shape) && other->quantized == group->quantized;
-    if (same && other->devices == group->devices) return 0;
+    if (!muse::same_model(*other, *group)) continue;
+    if (other->devices == group->devices) return 0;
+    // A call knows its device, and by that its rank.
+    for (const int device : group->devices) {
+      if (other->here(device) != group->here(device)) continue;
+      problem = "device " + std::to_string(device) + " has a rank of this model already, with other devices";
+    }
   }
-  const std::string problem = muse::fill(*group);
+  if (problem.empty()) problem = muse::fill(*group);
   if (!problem.empty()) {
     std::snprintf(message, size, "%s", problem.c_str());
     return 1;

@@ -180,7 +180,8 @@ const float* vector_at(const uint8_t* buffer, const Vector& vector) {
 // The memory of one rank. A name with `own_` is what the rank computes of something that all ranks gather; without it,
 // what it gathered. P is T top_k, the routed rows: row t's slot s is routed row t top_k + s.
 struct Rank {
-  int index;  // of its part of operands and results
+  const VerifyArguments* args;  // of the call that it is in
+  int index;                    // of its part of their operands and results
 
   Floats stream;                // [T, D] fp32
   Floats x;                     // [T, D] bf16, what qkv_gate and lm_head read
@@ -204,14 +205,19 @@ struct Rank {
 
 class Step {
  public:
-  explicit Step(const VerifyArguments& args)
-      : args_(args),
-        shape_(args.shape),
-        rows_(args.rows),
-        routed_(args.rows * args.shape.top_k),
-        trace_table_(make_trace_table(args.shape, args.rows)),
-        ranks_(args.ranks_here) {
-    for (size_t i = 0; i < ranks_.size(); ++i) ranks_[i].index = static_cast<int>(i);
+  explicit Step(const std::vector<const VerifyArguments*>& calls)
+      : args_(*calls[0]),
+        shape_(args_.shape),
+        rows_(args_.rows),
+        routed_(args_.rows * shape_.top_k),
+        trace_table_(make_trace_table(shape_, args_.rows)) {
+    for (const VerifyArguments* call : calls) {
+      for (int i = 0; i < call->ranks_here; ++i) {
+        ranks_.emplace_back();
+        ranks_.back().args = call;
+        ranks_.back().index = i;
+      }
+    }
   }
 
   void run() {
@@ -244,7 +250,7 @@ class Step {
         phase(Phase::kLmHead, layer, [&](Rank& rank) { lm_head(rank); });
       }
     }
-    std::fill_n(args_.status, kStatusSize, 0);
+    for (const Rank& rank : ranks_) std::fill_n(rank.args->status, kStatusSize, 0);
   }
 
  private:
@@ -255,16 +261,20 @@ class Step {
     for (Rank& rank : ranks_) {
       const uint64_t began = now_ns();
       run(rank);
+      const ProfileTarget& profile = rank.args->profile;
       const int place = profile_place(layer, phase);
-      if (args_.profile.ranks == nullptr || place >= args_.profile.events) continue;
-      *args_.profile.event(rank.index, 0, kConsumerRole, place) = {began, now_ns(), 0, static_cast<uint32_t>(place)};
+      if (profile.ranks == nullptr || place >= profile.events) continue;
+      *profile.event(rank.index, 0, kConsumerRole, place) = {began, now_ns(), 0, static_cast<uint32_t>(place)};
     }
   }
 
   void begin_profile() {
     if (args_.profile.ranks == nullptr) return;
-    std::memset(args_.profile.ranks, 0, ranks_.size() * args_.profile.rank_bytes);
-    for (const Rank& rank : ranks_) *args_.profile.header(rank.index) = {1, 1, static_cast<uint32_t>(rank.index), 0};
+    for (size_t number = 0; number < ranks_.size(); ++number) {
+      ProfileHeader* header = ranks_[number].args->profile.header(ranks_[number].index);
+      std::memset(header, 0, args_.profile.rank_bytes);
+      *header = {1, 1, static_cast<uint32_t>(number), 0};
+    }
   }
 
   static uint64_t now_ns() {
@@ -277,8 +287,9 @@ class Step {
     const int hidden = shape_.hidden, vocab = shape_.of_rank(shape_.vocab);
     rank.stream.resize(rows_ * hidden);
     for (int t = 0; t < rows_; ++t) {
-      const int owner = args_.loopback ? rank.index : args_.tokens[t] / vocab;
-      const uint16_t* row = args_.embedding + (int64_t{1} * owner * vocab + args_.tokens[t] % vocab) * hidden;
+      const Rank& owner = args_.loopback ? rank : ranks_[args_.tokens[t] / vocab];
+      const int64_t at = int64_t{1} * owner.index * vocab + args_.tokens[t] % vocab;
+      const uint16_t* row = owner.args->embedding + at * hidden;
       float* out = &rank.stream[t * hidden];
       for (int i = 0; i < hidden; ++i) out[i] = from_bf16(row[i]);
       const float factor = rms_factor(out, hidden, args_.rms_eps);
@@ -321,8 +332,8 @@ class Step {
         const int64_t to = (int64_t{1} * (rank.index * kv_heads + head) * rows_ + t) * head_dim;
         const int from = (t * kv_heads + head) * head_dim;
         for (int i = 0; i < head_dim; ++i) {
-          args_.layers[layer].new_keys[to + i] = as_bf16(rank.k[from + i]);
-          args_.layers[layer].new_values[to + i] = as_bf16(rank.v[from + i]);
+          rank.args->layers[layer].new_keys[to + i] = as_bf16(rank.k[from + i]);
+          rank.args->layers[layer].new_values[to + i] = as_bf16(rank.v[from + i]);
         }
       }
     }
@@ -349,7 +360,7 @@ class Step {
 
   // attn_out = bf16(rms(softmax(score_scale q k^T) v) sigmoid(gate)), over visible committed keys and rows of the step
   void attention(int layer, Rank& rank) {
-    const LayerArguments& arguments = args_.layers[layer];
+    const LayerArguments& arguments = rank.args->layers[layer];
     const int head_dim = shape_.head_dim;
     const int heads = shape_.of_rank(shape_.heads), kv_heads = shape_.of_rank(shape_.kv_heads);
     const int group = heads / kv_heads;
@@ -631,7 +642,7 @@ class Step {
     trace(layer, rank, trace_table_.stream, rank.stream);
     for (size_t i = 0; i < args_.taps.size() && rank.index == 0; ++i) {
       if (args_.taps[i] != layer) continue;
-      std::copy(rank.stream.begin(), rank.stream.end(), args_.tap_streams + i * rows_ * hidden);
+      std::copy(rank.stream.begin(), rank.stream.end(), rank.args->tap_streams + i * rows_ * hidden);
     }
     const bool last = layer + 1 == args_.num_layers();
     const float* next_norm = last ? vector_at(head(rank), make_head_table(shape_).final_norm)
@@ -642,7 +653,7 @@ class Step {
   // logits = c tanh(multiplier x W^T / c) of this rank's part of the vocabulary
   void lm_head(Rank& rank) {
     const int hidden = shape_.hidden, vocab = shape_.of_rank(shape_.vocab);
-    float* logits = args_.logits + int64_t{1} * rank.index * rows_ * vocab;
+    float* logits = rank.args->logits + int64_t{1} * rank.index * rows_ * vocab;
     for_each_row(head(rank), make_head_table(shape_).lm_head, 0, [&](int n, const float* weight) {
       for (int t = 0; t < rows_; ++t) {
         const float z = dot(&rank.x[t * hidden], weight, hidden) * args_.output_multiplier;
@@ -704,13 +715,14 @@ class Step {
 
   LayerTable table(int layer) const { return make_layer_table(shape_, args_.layers[layer].nvfp4); }
   const uint8_t* weights(int layer, const Rank& rank) const {
-    return args_.layers[layer].weights + rank.index * args_.layers[layer].weight_bytes;
+    const LayerArguments& arguments = rank.args->layers[layer];
+    return arguments.weights + rank.index * arguments.weight_bytes;
   }
-  const uint8_t* head(const Rank& rank) const { return args_.head + rank.index * args_.head_bytes; }
+  const uint8_t* head(const Rank& rank) const { return rank.args->head + rank.index * args_.head_bytes; }
 
   void trace(int layer, const Rank& rank, const TraceEntry& entry, const Floats& values) const {
     if (layer != args_.trace_layer) return;
-    std::copy(values.begin(), values.end(), args_.trace + rank.index * args_.trace_size + entry.offset);
+    std::copy(values.begin(), values.end(), rank.args->trace + rank.index * args_.trace_size + entry.offset);
   }
 
   // values: [rows, n].  scales: [rows].
@@ -720,7 +732,7 @@ class Step {
     trace(layer, rank, entry, values);
   }
 
-  const VerifyArguments& args_;
+  const VerifyArguments& args_;  // of the first call; what is the same in all of them
   const ModelShape& shape_;
   const int rows_;    // T
   const int routed_;  // P
@@ -728,14 +740,15 @@ class Step {
   std::vector<Rank> ranks_;
 };
 
-// What is wrong with the numbers in the operands; empty: nothing.
+}  // namespace
+
 std::string problem_in_data(const VerifyArguments& args) {
   const auto at = [](const char* name, int64_t i, int64_t value) {
     return std::string(name) + "[" + std::to_string(i) + "] = " + std::to_string(value);
   };
-  if (args.ranks_here != args.shape.ranks && !args.loopback) {
-    return "embedding has 1 of " + std::to_string(args.shape.ranks) +
-           " ranks: on platform Host all of them are on one device, or one is a loopback";
+  const int last_rank = args.is_of_mesh() ? args.shape.ranks - 1 : 0;
+  if (*args.rank < 0 || *args.rank > last_rank) {
+    return at("rank", 0, *args.rank) + ": allowed are 0 to " + std::to_string(last_rank);
   }
   for (int t = 0; t < args.rows; ++t) {
     if (args.tokens[t] < 0 || args.tokens[t] >= args.shape.vocab) {
@@ -759,12 +772,6 @@ std::string problem_in_data(const VerifyArguments& args) {
   return "";
 }
 
-}  // namespace
-
-std::string host_verify(const VerifyArguments& args) {
-  const std::string problem = problem_in_data(args);
-  if (problem.empty()) Step(args).run();
-  return problem;
-}
+void host_verify(const std::vector<const VerifyArguments*>& calls) { Step(calls).run(); }
 
 }  // namespace muse

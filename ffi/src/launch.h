@@ -92,6 +92,7 @@ constexpr int kRounds = 3;  // sets of exchange buffers, used in turn
 
 // Why a call failed.
 enum FailureCode : int32_t { kNoFailure = 0, kDeadline = 1, kOverlap = 2 };
+constexpr int32_t kBeforePhases = -1;  // in place of a phase
 struct Failure {
   int32_t code;
   int32_t rank, layer, phase;

@@ -256,6 +256,7 @@ def fails(message: str, config: VerifyConfig = CONFIG, **changed) -> None:
         ("tokens", (4,), "float32", "tokens is f32 [4]: expected i32 [T]"),
         ("positions", (3,), "int32", "positions is i32 [3]: expected i32 [4]"),
         ("length", (2,), "int32", "length is i32 [2]: expected i32 [1]"),
+        ("rank", (), "int32", "rank is i32 []: expected i32 [1]"),
         ("visible", (4, 4), "uint8", "visible is u8 [4, 4]: expected bool [4, 4]"),
         ("rope", (2, 4, 24), "float32", "rope is f32 [2, 4, 24]: expected f32 [2, 4, 12]"),
         ("ring_positions", (1, 8), "int32", "ring_positions is i32 [1, 8]: expected i32 [slots]"),
@@ -298,12 +299,15 @@ def test_numbers_that_do_not_exist_are_named():
     fails("forced_idx[0] = 16: allowed are 0 to 15", routing=routing)
 
 
-def test_a_rank_of_a_mesh_is_not_for_a_cpu():
+def test_a_rank_that_does_not_exist_is_named():
+    fails("rank[0] = 1: allowed are 0 to 0", rank=jnp.int32([1]))
     config = verify_steps.verify_config(CASE, 2)
     arguments = verify_steps.operands(CASE, config)
     caches = [tuple(x[:, :1] for x in pair) for pair in arguments["caches"]]
     one = {"layers": [x[:1] for x in arguments["layers"]], "head": arguments["head"][:1], "caches": caches}
-    fails("embedding has 1 of 2 ranks: on platform Host", config, embedding=arguments["embedding"][:1], **one)
+    one |= {"embedding": arguments["embedding"][:1]}
+    fails("rank[0] = 2: allowed are 0 to 1", config, **one, rank=jnp.int32([2]))
+    fails("embedding has 1 of 2 ranks: all of them are on the emulated device", config, **one, emulated=True)
 
 
 @pytest.mark.parametrize(
@@ -329,7 +333,7 @@ def test_a_rank_of_a_mesh_is_not_for_a_cpu():
         ("softcap", np.float32(np.inf), "attribute softcap = inf: a finite number"),
         ("layer_flags", np.int32([3, 8]), "attribute layer_flags[1] = 8: allowed are 0 to 7"),
         ("layer_flags", np.int32([]), "attribute layer_flags is empty"),
-        ("layer_flags", np.int32([3]), "16 operands: expected 13"),
+        ("layer_flags", np.int32([3]), "17 operands: expected 14"),
         ("taps", np.int32([0, 2]), "attribute taps[1] = 2: allowed are 0 to 1"),
         ("taps", np.int32([0]), "result taps is f32 [0, 4, 192]: expected f32 [1, 4, 192]"),
         ("trace_layer", np.int64(0), "result trace is f32 [1, 0]: expected f32 [1, "),

@@ -62,6 +62,11 @@ xla::ffi::Error emulated_verify_handler(xla::ffi::RemainingArgs operands, xla::f
   VerifyArguments args;
   xla::ffi::Error error = parse_verify_arguments(operands, results, attributes, &args);
   if (error.failure()) return error;
+  if (args.is_of_mesh()) {
+    return xla::ffi::Error::InvalidArgument("muse_verify_emulated: embedding has 1 of " +
+                                            std::to_string(args.shape.ranks) +
+                                            " ranks: all of them are on the emulated device, or one is a loopback");
+  }
   // One call at a time: the emulated device is one for all.
   const std::lock_guard<std::mutex> lock(memories_mutex);
   Launch launch = make_launch(args, emulation::settings.ctas_per_rank * args.ranks_here);
