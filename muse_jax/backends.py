@@ -31,7 +31,8 @@ Config = ModelConfig | DraftConfig
 class Request:
     """What a backend is asked to serve.
 
-    dtype, activations: of the model.  rows: of a step.  devices: of the mesh, None: there is none.
+    dtype, activations: of the model.  rows: of a step.  devices: of the mesh, None: there is none.  moe_sharding: as in
+      `ShardingConfig`.  processes: that have the mesh's devices.
     """
 
     config: ModelConfig
@@ -39,6 +40,8 @@ class Request:
     activations: str = "bf16"
     rows: int = 1
     devices: int | None = None
+    moe_sharding: str = "n"
+    processes: int = 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -122,7 +122,8 @@ def load(
     weights = _DTYPES[dtype]
     speculation = speculation or Speculation.TREE
     rows = rows_of_step(speculation, tree_size, draft_config)
-    request = Request(config, jnp.dtype(weights), activations, rows, None if mesh is None else mesh.size)
+    shared = {} if mesh is None else {"devices": mesh.size, "moe_sharding": moe_sharding, "processes": _processes(mesh)}
+    request = Request(config, jnp.dtype(weights), activations, rows, **shared)
     num_devices = 1 if mesh is None else len(mesh.local_devices)
     runs_on = resolve_backend(backend, platform, NUMERICS[numerics], bool(config.nvfp4_layers), num_devices, request)
     has_tokenizer = (Path(path) / "tokenizer.json").exists()
@@ -153,6 +154,10 @@ def load(
         mesh=mesh,
     )
     return Muse(model, config, draft_config, tokenizer, mesh, runs_on.name, max_length, prefill_chunk)
+
+
+def _processes(mesh: Mesh) -> int:
+    return len({device.process_index for device in mesh.devices.flat})
 
 
 def _find_draft(path: str | Path, draft: str | Path | None, speculation: str | None) -> Path | None:

@@ -15,24 +15,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding
 
 sys.path += [str(Path(__file__).resolve().parent / "ffi")]
 
 import verify_steps
-from verify_steps import BF16, FP32, TINY_SIZES, Case
+from verify_steps import BF16, FP32, SMALL, TINY_SIZES, Case
 
 import muse_jax
 from ffi import layout, library
-from muse_jax import decoding, hlo, nvfp4
+from muse_jax import decoding, hlo, megakernel_backend, nvfp4
 from muse_jax.backends import XLA, Request, resolve_backend
 from muse_jax.config import TINY
-from muse_jax.decoding import Model
+from muse_jax.decoding import DecodeState, Model
+from muse_jax.layout import parameter_tree
 from muse_jax.megakernel_backend import Megakernel
 from muse_jax.model import MuseSpark
 from muse_jax.muse import Muse
 from muse_jax.numerics import HF
 from muse_jax.sampling import gumbel_noise
-from muse_jax.sharding import ONE_DEVICE, ShardingConfig, make_mesh
+from muse_jax.sharding import ONE_DEVICE, ShardingConfig, make_mesh, param_spec
 from muse_jax.speculation import Speculation
 
 pytestmark = pytest.mark.skipif(bool(library.unavailable("cpu")), reason="; ".join(library.unavailable("cpu")))
@@ -308,6 +311,125 @@ def test_a_step_copies_no_cache_and_no_weights(speculation, size):
     assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves((state.cache, state.draft_cache))] == before
 
 
+# --------------------------------------------------------------------------------------------------------------- on a mesh
+
+STEPS = 24  # tokens, or steps without a draft
+
+
+@functools.cache
+def tiny_on(devices: int) -> QuickMuse:
+    """muse_tiny as `load` puts it on a mesh, with its draft."""
+    return QuickMuse.like(muse_jax.load(MUSE_TINY, backend="megakernel", mesh=make_mesh(devices), prefill_chunk=64))
+
+
+@functools.cache
+def small_on(devices: int | None, deadline_ms: int = megakernel_backend.HOST_DEADLINE_MS) -> QuickMuse:
+    """A random model whose eight KV heads eight ranks can share, without a draft."""
+    config, mesh = dataclasses.replace(SMALL, num_local_experts=8), None if devices is None else make_mesh(devices)
+    how, backend = ShardingConfig(devices), Megakernel(deadline_ms=deadline_ms)
+
+    def put(spec) -> jax.Array:
+        value = functools.reduce(lambda tree, key: tree[key], spec.path, verify_steps.all_params(config))
+        return jax.device_put(value, None if mesh is None else NamedSharding(mesh, param_spec(spec, how)))
+
+    params = backend.stored_params(parameter_tree(config, put), config, how, mesh)
+    module = MuseSpark(config, dtype=BF16, activations="nvfp4", sharding=how, backend=backend)
+    model = Model.create(module, params, mesh=mesh)
+    return QuickMuse.like(load("xla"), model=model, config=config, draft_config=None, tokenizer=None, mesh=mesh)
+
+
+def bits(state: DecodeState) -> list[bytes]:
+    """Of the caches and all else."""
+    return [np.asarray(x).tobytes() for x in jax.tree.leaves(state)]
+
+
+@functools.cache
+def written_on(devices: int, name: str = "small") -> tuple[list[int], list[bytes]]:
+    muse, tokens = (small_on(devices), SMALL_PROMPT) if name == "small" else (tiny_on(devices), prompt(LONG))
+    text, _, state = finish(decode, muse.model, *start(muse, muse.model, tokens, max_new_tokens=STEPS, stop_token_ids=[]))
+    return text, bits(state)
+
+
+SMALL_PROMPT = [7 * i % 251 for i in range(50)]  # longer than the window
+
+
+def test_any_number_of_devices_gives_the_same_tokens_and_caches():
+    text, caches = written_on(1)
+    assert len(text) == STEPS and len(set(text)) > 8
+    for devices in (2, 8):
+        assert written_on(devices) == (text, caches)
+
+
+def test_a_mesh_is_as_one_device():
+    """From the caches that a mesh prefilled, as prefill without a mesh rounds elsewhere."""
+    muse, alone = small_on(8), small_on(None)
+    state, out = start(muse, muse.model, SMALL_PROMPT, max_new_tokens=STEPS, stop_token_ids=[])
+    text, _, state = finish(decode, alone.model, jax.device_put(jax.device_get(state)), out)
+    assert (text, bits(state)) == written_on(8)
+
+
+def test_a_loaded_model_and_its_draft_on_a_mesh():
+    text, caches = written_on(1, "tiny")
+    assert written_on(2, "tiny") == (text, caches)
+    behind = gaps(load("xla"), prompt(LONG), text, 0.0)
+    assert len(text) == STEPS and behind.max() < TIE and np.count_nonzero(behind) <= MOST_TIES
+    muse = tiny_on(2)
+    assert muse.backend == "megakernel" and muse.model.module.backend.paths == {"verify": ["megakernel (Host reference)"]}
+
+
+def test_each_device_packs_its_own_part():
+    devices, config = 8, dataclasses.replace(SMALL, num_local_experts=8)
+    params = small_on(devices).model.params
+    case = Case(config)
+    head, layers = verify_steps.packed(config, verify_steps.verify_config(case, devices).shape, devices)
+    for ours, theirs in [(params["head"], head), *zip((x["weights"] for x in params["layers"].values()), layers, strict=True)]:
+        assert {tuple(shard.data.shape) for shard in ours.addressable_shards} == {(1, theirs.shape[1])}
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_step_on_a_mesh_copies_no_weights_and_moves_no_cache():
+    muse = tiny_on(2)
+    state, _ = start(muse, muse.model, prompt(LONG), max_new_tokens=STEPS, stop_token_ids=[])
+    step = decode.lower(muse.model, state).compile()
+    weights = [layer["weights"] for layer in muse.model.params["layers"].values()]
+    weights += [muse.model.params[name] for name in ("head", "lm_head", "embedding")]
+    # Caches of one KV head are as small as other arrays; that they are updated where they are must do.
+    assert copied(hlo.parse(step.as_text()), [x.addressable_shards[0].data for x in weights]) == []
+
+    def places(state: DecodeState) -> list[int]:
+        arrays = jax.tree.leaves((state.cache.layers, state.draft_cache.layers))
+        return [shard.data.unsafe_buffer_pointer() for x in arrays for shard in x.addressable_shards]
+
+    before = places(state)
+    assert places(step(muse.model, state)[0]) == before
+
+
+def test_a_rank_that_does_not_come_fails_the_step_on_all_devices(monkeypatch):
+    muse, missing = small_on(8, deadline_ms=300), 3
+    state, first = start(muse, muse.model, SMALL_PROMPT, max_new_tokens=STEPS, stop_token_ids=[])
+    before = bits(state)
+
+    def absent(config, *, rank: jax.Array, **arguments):
+        call = lambda: verify(config, rank=rank, **arguments)  # noqa: E731
+        nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(call))
+        return lax.cond(rank[0] == missing, lambda: nothing, call)
+
+    verify = megakernel_backend.verify
+    with monkeypatch.context() as patch:
+        patch.setattr(megakernel_backend, "verify", absent)
+        same, out = jax.jit(muse_jax.decode, compiler_options=QUICKLY)(muse.model, state)
+    expected = rf"rank 0 gave up waiting before the first phase: the call of rank {missing} did not come within deadline_ms$"
+    with pytest.raises(muse_jax.StepError, match=expected):
+        out.check()
+    for array in (out.count, out.accepted, out.done, same.length, out.status[:1]):
+        values = [np.asarray(shard.data).tolist() for shard in array.addressable_shards]
+        assert len(values) == 8 and values == values[:1] * 8
+    assert int(out.count[0]) == 0 and int(same.length[0]) == len(SMALL_PROMPT)
+    assert bits(state) == before
+    text, _, end = finish(decode, small_on(8).model, same, first)
+    assert (text, bits(end)) == written_on(8)
+
+
 # ------------------------------------------------------------------------------------------------------------- a step fails
 
 
@@ -417,7 +539,8 @@ def test_bfloat16_unless_asked_for_otherwise():
 ROWS = r"steps of 24 rows \(tree_size\): at most 16 are possible"
 DTYPE = "dtype = 'float32': it takes 'bfloat16'"
 NUMERICS = "it rounds as serving does, not as 'hf'"
-MESH = "a mesh of 2 devices: it runs on one device, without a mesh"
+MESH = "kv_heads = 2: 4 ranks cannot share them"
+EXPERTS = r"moe_sharding = '\w+': a rank has a part of every expert, 'n'"
 
 
 @pytest.mark.parametrize(
@@ -426,15 +549,20 @@ MESH = "a mesh of 2 devices: it runs on one device, without a mesh"
         ({"numerics": "hf"}, NUMERICS),
         ({"dtype": "float32"}, DTYPE),
         ({"tree_size": 24}, ROWS),
-        ({"mesh": 2}, MESH),
-        ({"numerics": "hf", "dtype": "float32", "tree_size": 24, "mesh": 2}, f"{NUMERICS}; {DTYPE}; {ROWS}; {MESH}"),
+        ({"mesh": 4}, MESH),
+        ({"mesh": 2, "moe_sharding": "expert"}, EXPERTS),
+        ({"mesh": 2, "moe_sharding": "replicated"}, EXPERTS),
+        (
+            {"numerics": "hf", "dtype": "float32", "tree_size": 24, "mesh": 4, "moe_sharding": "expert"},
+            f"{NUMERICS}; {DTYPE}; {ROWS}; {EXPERTS}; {MESH}",
+        ),
     ],
-    ids=["hf", "fp32", "tree", "mesh", "all"],
+    ids=["hf", "fp32", "tree", "mesh", "expert", "replicated", "all"],
 )
 def test_what_it_does_not_serve(settings, reason):
     """In one line, before weights are read."""
     if "mesh" in settings:
-        settings = settings | {"mesh": make_mesh(2)}
+        settings = settings | {"mesh": make_mesh(settings["mesh"])}
     with pytest.raises(ValueError, match=rf"^backend = 'megakernel': {reason}; 'xla' serves everywhere$"):
         muse_jax.load(MUSE_TINY, backend="megakernel", **settings)
 
@@ -465,14 +593,30 @@ def test_a_module_that_it_cannot_run_is_not_made():
         MuseSpark(TINY_SIZES, dtype=BF16, numerics=HF, backend=backend)
     with pytest.raises(ValueError, match=r"layers without experts \(5\)"):
         MuseSpark(TINY, dtype=BF16, backend=backend)
-    with pytest.raises(ValueError, match="a mesh of 8 devices"):
+    with pytest.raises(ValueError, match="kv_heads = 2: 8 ranks cannot share them"):
         MuseSpark(TINY_SIZES, dtype=BF16, sharding=ShardingConfig(8), backend=backend)
+    with pytest.raises(ValueError, match=EXPERTS):
+        MuseSpark(TINY_SIZES, dtype=BF16, sharding=ShardingConfig(2, "expert"), backend=backend)
+    with pytest.raises(ValueError, match="a mesh of emulated devices: there is one"):
+        MuseSpark(TINY_SIZES, dtype=BF16, sharding=ShardingConfig(2), backend=Megakernel(emulated=True))
     module = MuseSpark(TINY_SIZES, dtype=BF16)
     module.embedding = nnx.Param(jnp.zeros((256, 192), BF16))
     with pytest.raises(ValueError, match="it takes parameters from a checkpoint, not fresh ones"):
         backend.arrange(module)
-    with pytest.raises(ValueError, match="a mesh of 8 devices"):
+    with pytest.raises(ValueError, match="one rank without the others"):
         backend.stored_params({}, TINY_SIZES, ShardingConfig(8, loopback=True), None)
+
+
+def test_meshes_that_it_does_not_serve():
+    request = Request(SMALL, BF16, devices=8, processes=2)
+    with pytest.raises(ValueError, match=r"^backend = 'megakernel': a mesh of 2 processes: its ranks are in one; 'xla' serves"):
+        resolve_backend("megakernel", request=request)
+    with pytest.raises(ValueError, match=r"ranks = 3: allowed are 1, 2, 4, 8; .*'xla' serves everywhere$"):
+        resolve_backend("megakernel", request=dataclasses.replace(request, devices=3, processes=1))
+    config = dataclasses.replace(SMALL, num_attention_heads=24, num_key_value_heads=12)
+    with pytest.raises(ValueError, match="a mesh of 4 devices: attention of 24 heads with 12 KV heads is not cut"):
+        resolve_backend("megakernel", request=Request(config, BF16, devices=4))
+    assert resolve_backend("megakernel", request=Request(config, BF16, devices=1)).name == "megakernel"
 
 
 def test_batches():
