@@ -64,8 +64,8 @@ def load(
       mesh: devices that share the work (`muse_jax.sharding.make_mesh`): the same bits for 1, 2, 4 and 8 (on
         CPUs). None: the default device alone, in the form that is fastest for one.
       backend: "xla"; "pallas", fused kernels for Hopper GPUs, on one device of a CPU interpreted, for tests; "megakernel", the
-        verify step as one call, so far its reference on a CPU, for tests; "auto", "pallas" on Hopper GPUs for checkpoints with
-        NVFP4 experts, else "xla".
+        verify step as one call, so far its reference on a CPU or a mesh of its devices, for tests; "auto", "pallas" on Hopper
+        GPUs for checkpoints with NVFP4 experts, else "xla".
       numerics: "serving", or "hf" to round where transformers does.
       dtype: "bfloat16" or "float32"; None: the checkpoint's on a GPU, float32 on a CPU (XLA for CPU widens bf16 weights
         at every step), but bfloat16 for "megakernel", which has no other.
