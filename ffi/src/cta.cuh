@@ -67,22 +67,25 @@ struct Cta {
   int here;          // its number among the ranks of this device
   int index, count;  // this CTA among those of its rank
   int thread, warp, lane;
+  uint8_t* sets;                  // of this rank's exchange buffers
   uint32_t round, set, next_set;  // and where its buffers and those of the next one begin
 
   __device__ const Sizes& sizes() const { return launch.sizes; }
   __device__ const RankSizes& of_rank() const { return launch.of_rank; }
-  __device__ const Geometry& geometry(MatrixId id) const { return launch.matrices[static_cast<int>(id)]; }
+  __device__ const Geometry& geometry(int l, MatrixId id) const {
+    return launch.matrices[has_nvfp4(l)][static_cast<int>(id)];
+  }
 
   // Exchange buffers of this round, or of the next: of this rank, and of peer p where this rank's data belong. In
   // loopback every peer is this rank itself, and its own data take the place of what the others would send.
   template <typename T>
   __device__ T* own(uint32_t offset, bool next = false) const {
-    return of_peer<T>(rank, offset, next);
+    return reinterpret_cast<T*>(sets + ((next ? next_set : set) + offset));
   }
   template <typename T>
   __device__ T* of_peer(int p, uint32_t offset, bool next = false) const {
-    uint8_t* sets = reinterpret_cast<uint8_t*>(launch.workspaces[p] + 1);
-    return reinterpret_cast<T*>(sets + (next ? next_set : set) + offset);
+    return reinterpret_cast<T*>(reinterpret_cast<uint8_t*>(launch.workspaces[p] + 1) +
+                                ((next ? next_set : set) + offset));
   }
   __device__ int piece_at(int p) const { return launch.sizes.loopback ? p : rank; }
 
@@ -93,10 +96,25 @@ struct Cta {
   }
 
   __device__ const Layer& layer(int l) const { return launch.layers[l]; }
-  __device__ const LayerOffsets& offsets(int l) const { return launch.offsets[(layer(l).flags & kNvfp4Flag) ? 1 : 0]; }
+  __device__ bool has_nvfp4(int l) const { return layer(l).flags & kNvfp4Flag; }
+  __device__ const LayerOffsets& offsets(int l) const { return launch.offsets[has_nvfp4(l)]; }
   __device__ const uint8_t* weights(int l) const { return layer(l).weights + here * offsets(l).bytes; }
   __device__ const float* vector(int l, size_t LayerOffsets::* name) const {
     return reinterpret_cast<const float*>(weights(l) + offsets(l).*name);
+  }
+
+  // For a phase: otherwise what each of them computes from these numbers would be computed once and kept by all.
+  __device__ Cta forgetful() const {
+    Cta cta = *this;
+    forget(cta.thread);
+    forget(cta.warp);
+    forget(cta.lane);
+    forget(cta.index);
+    forget(cta.rank);
+    forget(cta.here);
+    forget(cta.count);
+    forget(cta.set);
+    return cta;
   }
 
   __device__ void enter(Phase phase, int l) const {
@@ -111,6 +129,10 @@ struct Cta {
 __device__ __forceinline__ void consumer_barrier() { named_barrier<1, kConsumers>(); }
 
 __host__ __device__ constexpr int divide_up(int x, int y) { return (x + y - 1) / y; }
+// x / y for 0 <= x < 2^20 and y > 0, exact: x + 1/2 is further from a multiple of y than the division errs.
+__device__ __forceinline__ int quotient(int x, int y) {
+  return static_cast<int>(divide(static_cast<float>(x) + 0.5f, static_cast<float>(y)));
+}
 
 // ---- Shares of work -------------------------------------------------------------------------------------------------
 // Units [begin, end) of n that a CTA takes: neighbours, which often need the same activations. shift: turns the CTAs,
@@ -177,9 +199,10 @@ __device__ __forceinline__ void reduce_over_consumers(const Cta& cta, float (&x)
 // Until every CTA of every rank has cleared the buffers of a round nobody may write there. Long over when it is asked.
 __device__ __forceinline__ void wait_for_round(const Cta& cta, uint32_t round) {
   volatile uint32_t* open = &cta.shared.open_round;
-  uint32_t looks = 0;
-  while (static_cast<int32_t>(*open - round) < 0 && !cta.waiting.is_over(looks, -1)) {
+#pragma unroll 1
+  while (static_cast<int32_t>(*open - round) < 0 && !cta.waiting.is_over()) {
   }
+  __syncwarp();
 }
 
 }  // namespace muse

@@ -32,8 +32,9 @@ __device__ __forceinline__ Phase after(Phase phase) { return static_cast<Phase>(
 
 // ---- Consumers ------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void consume_phase(const Cta& cta, Consumer& consumer, Phase phase, int l,
+__device__ __forceinline__ void consume_phase(const Cta& of_all, Consumer& consumer, Phase phase, int l,
                                               uint32_t layers_done) {
+  const Cta cta = of_all.forgetful();
   switch (phase) {
     case Phase::kHeads:
     case Phase::kOSum:
@@ -41,29 +42,22 @@ __device__ __forceinline__ void consume_phase(const Cta& cta, Consumer& consumer
     case Phase::kBranch: return finish_tiles(cta, phase, l);
     case Phase::kAttention: return run_attention(cta, consumer, l);
     case Phase::kMergeAttention: return merge_attention(cta, l);
-    case Phase::kOProj:
-    case Phase::kPreExpertProj:
-    case Phase::kPostExpertProj:
-    case Phase::kQkv: return run_projection<Kind::kBf16>(cta, consumer, phase, phase == Phase::kQkv ? l + 1 : l);
-    case Phase::kRouter: return run_projection<Kind::kFp32>(cta, consumer, phase, l);
     case Phase::kTopK: return finish_router(cta, l);
     case Phase::kEmbed:
     case Phase::kPostAttention:
     case Phase::kPostFfn: return finish_rows(cta, phase, l);
     case Phase::kMoeIn:
     case Phase::kQuantizeHidden: return finish_expert_rows(cta, phase, l);
-    case Phase::kExpertGateUp:
-    case Phase::kExpertDown:
-    case Phase::kLmHead:
-      if (phase == Phase::kExpertGateUp) wait_for_barrier(cta, &cta.shared.experts_full, layers_done & 1);
-      if (phase != Phase::kLmHead && (cta.layer(l).flags & kNvfp4Flag))
-        return run_stack<Kind::kNvfp4>(cta, consumer, phase, l);
-      return run_stack<Kind::kBf16>(cta, consumer, phase, l);
     case Phase::kCombine:
       combine(cta, l);
       consumer_barrier();
       if (threadIdx.x == 0) mbarrier_arrive(shared_address(&cta.shared.experts_empty));
       return;
+    case Phase::kExpertGateUp:
+      wait_for_barrier(cta, &cta.shared.experts_full, layers_done & 1);
+      __syncwarp();
+      [[fallthrough]];
+    default: return run_matrices(cta, consumer, phase, l);
   }
 }
 
@@ -99,34 +93,32 @@ __device__ __forceinline__ void produce(Cta& cta, uint32_t base) {
     for (Phase phase = first_phase(l); phase <= Phase::kLmHead; phase = after(phase)) {
       if (!has_phase(cta, phase, l)) continue;
       if (phase == Phase::kExpertGateUp) {
-        __syncwarp();
         wait_for_barrier(cta, &cta.shared.experts_empty, ((l - max(launch.begin, 0)) & 1) ^ 1);
+        __syncwarp();
         build_experts(cta, l);
         if (loads) mbarrier_arrive(shared_address(&cta.shared.experts_full));
         // The wait for the routing counts as a phase: the ring may run dry in it.
         if (is_profiled(cta) && loads) record(cta, kProducerRole, Phase::kTopK, l, 0);
       }
-      if (!loads) continue;
-      switch (phase) {
-        case Phase::kAttention: load_attention(cta, producer, l); break;
-        case Phase::kOProj:
-        case Phase::kRouter:
-        case Phase::kPreExpertProj:
-        case Phase::kPostExpertProj:
-        case Phase::kQkv: {
-          const Projection projection = projection_of(cta, phase, phase == Phase::kQkv ? l + 1 : l);
-          load_slices(cta, producer, projection.matrix(cta), projection.shift);
-          break;
+      if (loads) {
+        bool has_loads = true;
+        switch (phase) {
+          case Phase::kAttention: load_attention(cta, producer, l); break;
+          case Phase::kOProj:
+          case Phase::kRouter:
+          case Phase::kPreExpertProj:
+          case Phase::kExpertGateUp:
+          case Phase::kExpertDown:
+          case Phase::kPostExpertProj:
+          case Phase::kQkv:
+          case Phase::kLmHead: load_matrices(cta, producer, phase, l); break;
+          default: has_loads = false;
         }
-        case Phase::kExpertGateUp:
-        case Phase::kExpertDown:
-        case Phase::kLmHead: load_stack(cta, producer, phase, l); break;
-        default: continue;
+        if (has_loads && is_profiled(cta)) record(cta, kProducerRole, phase, l, producer.waited_ns);
+        producer.waited_ns = 0;
       }
-      if (is_profiled(cta)) record(cta, kProducerRole, phase, l, producer.waited_ns);
-      producer.waited_ns = 0;
+      __syncwarp();
     }
-    __syncwarp();
   }
   // Copies that nobody waited for (after an abort) end before shared memory is somebody else's.
   if (loads) {
@@ -140,9 +132,12 @@ __device__ __forceinline__ void produce(Cta& cta, uint32_t base) {
 
 // ---- Janitor: clears the buffers of the round after this one, and says when all have --------------------------------
 
+// Waits until every rank has cleared its buffers of the round. In loopback there is no other rank.
 __device__ __forceinline__ void open_round(const Cta& cta, uint32_t round) {
-  if (cta.lane < cta.sizes().ranks && !cta.sizes().loopback) {
-    wait_for_count(cta.waiting, &cta.launch.workspaces[cta.rank]->opened[cta.lane], round, cta.lane);
+  const bool loopback = cta.sizes().loopback;
+  if (cta.lane < (loopback ? 1 : cta.sizes().ranks)) {
+    const int rank = loopback ? cta.rank : cta.lane;
+    wait_for_count(cta.waiting, &cta.launch.workspaces[cta.rank]->opened[rank], round, rank);
   }
   __syncwarp();
   if (cta.lane == 0) *static_cast<volatile uint32_t*>(&cta.shared.open_round) = round;
@@ -159,9 +154,8 @@ __device__ __forceinline__ void clear_next_round(const Cta& cta) {
     const uint32_t words = cta.launch.buffers.bytes / sizeof(uint4);
     uint4* to = cta.own<uint4>(0, true);
     const uint4 absent = make_uint4(kAbsent, kAbsent, kAbsent, kAbsent);
-    const uint32_t begin = static_cast<uint64_t>(words) * cta.index / count,
-                   end = static_cast<uint64_t>(words) * (cta.index + 1) / count;
-    for (uint32_t i = begin + cta.lane; i < end; i += 32) store_relaxed(to + i, absent);
+#pragma unroll 1
+    for (uint32_t i = 32 * cta.index + cta.lane; i < words; i += 32 * count) store_relaxed(to + i, absent);
     __syncwarp();
   }
   if (cta.lane == 0) {
@@ -170,23 +164,23 @@ __device__ __forceinline__ void clear_next_round(const Cta& cta) {
       // Round 0 is clear from the start, so its counter is one lap behind.
       wait_for_count(cta.waiting, &workspace->cleared[next % 4], count * (next / 4 + (next % 4 != 0)), cta.rank);
       __threadfence_system();
+#pragma unroll 1
       for (int p = 0; p < (cta.sizes().loopback ? 1 : cta.sizes().ranks); ++p) {
         store_release(&cta.launch.workspaces[cta.sizes().loopback ? cta.rank : p]->opened[cta.rank], next);
       }
     }
-    if (cta.sizes().loopback) wait_for_count(cta.waiting, &workspace->opened[cta.rank], next, cta.rank);
   }
   __syncwarp();
-  open_round(cta, next);
 }
 
 __device__ __forceinline__ void clean(Cta& cta, uint32_t base) {
   const Launch& launch = cta.launch;
-  if (launch.begin < 0) open_round(cta, base);
+  // The first launch of a call also waits for the round before which nothing is cleared, the embedding's.
 #pragma unroll 1
-  for (int l = launch.begin; l < launch.end; ++l) {
+  for (int l = launch.begin < 0 ? launch.begin - 1 : launch.begin; l < launch.end; ++l) {
     cta.begin_round(base + 1 + l);
-    clear_next_round(cta);
+    if (l >= -1) clear_next_round(cta);
+    open_round(cta, cta.round + 1);
   }
 }
 
@@ -263,6 +257,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_megakernel(const __grid_co
           __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32,
                       0),  // so that the compiler knows that warps stay together
           static_cast<int>(threadIdx.x) % 32,
+          reinterpret_cast<uint8_t*>(workspace + 1),
           base,
           0,
           0};

@@ -16,31 +16,12 @@ __host__ __device__ constexpr int tile_k(Kind kind) {
   return kind == Kind::kBf16 ? 64 : kind == Kind::kFp32 ? 32 : 256;
 }
 
-// A matrix in tiles, cut along K into slices of at most 16.
-struct Matrix {
-  const uint8_t* tiles;
-  const Geometry& geometry;
-
-  __device__ int tiles_in(int slice) const {
-    return min(geometry.slice_tiles, geometry.k_tiles - slice * geometry.slice_tiles);
-  }
-  __device__ const uint8_t* slice_of(int row_tile, int slice) const {
-    return tiles +
-           static_cast<size_t>(row_tile * geometry.k_tiles + slice * geometry.slice_tiles) * geometry.tile_bytes;
-  }
-  // Of a stack of such matrices, the expert's.
-  __device__ Matrix of_expert(int expert) const {
-    return {tiles + static_cast<size_t>(expert) * (geometry.row_tiles * geometry.k_tiles) * geometry.tile_bytes,
-            geometry};
-  }
-};
-
 // A unit of work: a row tile of a slice, or of a matrix of a stack. They follow each other row tile by row tile, then
 // part by part.
 struct Unit {
   int part, row_tile;
   __device__ static Unit create(const Geometry& geometry, int number) {
-    const int part = number / geometry.row_tiles;
+    const int part = quotient(number, geometry.row_tiles);
     return {part, number - part * geometry.row_tiles};
   }
   __device__ void advance(const Geometry& geometry) {
@@ -48,42 +29,32 @@ struct Unit {
   }
 };
 
-// ---- The producer's side --------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ void load_slice(Producer& producer, const Matrix& matrix, int row_tile, int slice) {
-  const uint8_t* from = matrix.slice_of(row_tile, slice);
-#pragma unroll 1
-  for (int tiles = matrix.tiles_in(slice); tiles > 0; tiles -= kTilesPerStage) {
-    const int bytes = min(tiles, kTilesPerStage) * matrix.geometry.tile_bytes;
-    producer.load(from, bytes);
-    from += bytes;
-  }
-}
-
 // ---- Activations in registers ---------------------------------------------------------------------------------------
 // The order of K within an MMA is free: lane (r, q) = (lane / 4, lane % 4) takes consecutive values of rows r and
 // r + 8, and the same values of K of weight row n = lane / 4.
 
-// Each step's four registers lie side by side, as the MMA wants them.
-template <Kind kKind>
-struct Fragments {
-  static constexpr int kSteps = tile_k(kKind) / 16;  // MMAs along a tile's K
-  uint4 step[kSteps];
-};
+// Each step's (MMA's) four registers lie side by side, as the MMA wants them: [steps along a tile's K].
+__host__ __device__ constexpr int steps_of(Kind kind) { return tile_k(kind) / 16; }
 
 // Where steps 2 i and 2 i + 1 of lane (r, q) have their values: columns 8 q + 0..7 of 32 (bf16), 32 q + 8 i + 0..7 of
 // 128 (NVFP4).
-template <Kind kKind>
-__device__ __forceinline__ int column_of_steps(int i, int q) {
-  return kKind == Kind::kNvfp4 ? 128 * (i / 4) + 32 * q + 8 * (i % 4) : 32 * i + 8 * q;
+__device__ __forceinline__ constexpr int column_of_steps(Kind kind, int i, int q) {
+  return kind == Kind::kNvfp4 ? 128 * (i / 4) + 32 * q + 8 * (i % 4) : 32 * i + 8 * q;
 }
 
 // rows: of row lane / 4 and of row lane / 4 + 8, at K = 0, or null for a row of zeros.  k: of the tile's first column.
 // k_end: columns beyond are zero.
-template <Kind kKind>
+template <Kind kKind, int kSize>
 __device__ __forceinline__ void load_fragments(const Cta& cta, const uint16_t* const (&rows)[2], int k, int k_end,
-                                               Fragments<kKind>& to) {
-  constexpr int kPairs = Fragments<kKind>::kSteps / 2, kAtOnce = kPairs < 4 ? kPairs : 4;
+                                               uint4 (&to)[kSize]) {
+  constexpr int kPairs = steps_of(kKind) / 2, kAtOnce = kPairs < 4 ? kPairs : 4;
+  const int q = cta.lane % 4;
+  // Of this lane's columns, counted from its first one.
+  const uint16_t* const begin[2] = {rows[0] + k + column_of_steps(kKind, 0, q),
+                                    rows[1] + k + column_of_steps(kKind, 0, q)};
+  int end[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) end[i] = rows[i] != nullptr ? k_end - k - column_of_steps(kKind, 0, q) : 0;
 #pragma unroll
   for (int first = 0; first < kPairs; first += kAtOnce) {
     const uint4* from[2 * kAtOnce];
@@ -91,23 +62,24 @@ __device__ __forceinline__ void load_fragments(const Cta& cta, const uint16_t* c
     uint4 words[2 * kAtOnce];
 #pragma unroll
     for (int i = 0; i < 2 * kAtOnce; ++i) {
-      const int column = k + column_of_steps<kKind>(first + i / 2, cta.lane % 4);
-      from[i] = reinterpret_cast<const uint4*>(rows[i % 2] + column);
-      wanted[i] = rows[i % 2] != nullptr && column < k_end;
+      const int column = column_of_steps(kKind, first + i / 2, 0);
+      from[i] = reinterpret_cast<const uint4*>(begin[i % 2] + column);
+      wanted[i] = column < end[i % 2];
     }
     receive(cta.waiting, from, wanted, words);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const uint4 &low = words[2 * i], &high = words[2 * i + 1];
-      to.step[2 * (first + i)] = make_uint4(low.x, high.x, low.y, high.y);
-      to.step[2 * (first + i) + 1] = make_uint4(low.z, high.z, low.w, high.w);
+      to[2 * (first + i)] = make_uint4(low.x, high.x, low.y, high.y);
+      to[2 * (first + i) + 1] = make_uint4(low.z, high.z, low.w, high.w);
     }
   }
 }
 
 // fp32 weights have four values of K in 16 bytes: columns 4 q + 0..3 of 16.
-__device__ __forceinline__ void load_fragments(const Cta& cta, const uint16_t* const (&rows)[2], int k, int k_end,
-                                               Fragments<Kind::kFp32>& to) {
+template <int kSize>
+__device__ __forceinline__ void load_fragments_of_fp32(const Cta& cta, const uint16_t* const (&rows)[2], int k,
+                                                       int k_end, uint4 (&to)[kSize]) {
   const uint2* from[4];
   bool wanted[4];
   uint2 words[4];
@@ -120,16 +92,7 @@ __device__ __forceinline__ void load_fragments(const Cta& cta, const uint16_t* c
   receive(cta.waiting, from, wanted, words);
 #pragma unroll
   for (int i = 0; i < 2; ++i)
-    to.step[i] = make_uint4(words[2 * i].x, words[2 * i + 1].x, words[2 * i].y, words[2 * i + 1].y);
-}
-
-// Rows of x [rows][width] that this lane needs.
-__device__ __forceinline__ void rows_of_lane(const Cta& cta, const uint16_t* x, int width, const uint16_t* (&rows)[2]) {
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = cta.lane / 4 + 8 * i;
-    rows[i] = row < cta.sizes().rows ? x + static_cast<size_t>(row) * width : nullptr;
-  }
+    to[i] = make_uint4(words[2 * i].x, words[2 * i + 1].x, words[2 * i].y, words[2 * i + 1].y);
 }
 
 // ---- Products with eight weight rows: an accumulator of an MMA ------------------------------------------------------
@@ -144,20 +107,22 @@ __device__ __forceinline__ uint4 load_chunk(uint32_t tile, int row, int chunk) {
   return load_shared(tile + 128 * row + 16 * (chunk ^ (row & 7)));
 }
 
-__device__ __forceinline__ void multiply(const Cta& cta, uint32_t tile, int group, const Fragments<Kind::kBf16>& x,
-                                         float (&acc)[2][4]) {
+template <int kSize>
+__device__ __forceinline__ void multiply_bf16(const Cta& cta, uint32_t tile, int group, const uint4 (&x)[kSize],
+                                              float (&acc)[2][4]) {
   const int row = 8 * group + row_of_column(cta.lane / 4);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const uint4 w = load_chunk(tile, row, 4 * h + cta.lane % 4);
-    mma(acc[h], x.step[2 * h], w.x, w.y);
-    mma(acc[h], x.step[2 * h + 1], w.z, w.w);
+    mma(acc[h], x[2 * h], w.x, w.y);
+    mma(acc[h], x[2 * h + 1], w.z, w.w);
   }
 }
 
 // fp32 weights as three bf16 numbers that add up to them exactly: products are exact, and so is the router's precision.
-__device__ __forceinline__ void multiply(const Cta& cta, uint32_t tile, int group, const Fragments<Kind::kFp32>& x,
-                                         float (&acc)[2][4]) {
+template <int kSize>
+__device__ __forceinline__ void multiply_fp32(const Cta& cta, uint32_t tile, int group, const uint4 (&x)[kSize],
+                                              float (&acc)[2][4]) {
   const int row = 8 * group + row_of_column(cta.lane / 4);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
@@ -172,7 +137,7 @@ __device__ __forceinline__ void multiply(const Cta& cta, uint32_t tile, int grou
         rest[i] = __fsub_rn(rest[i], __uint_as_float(top[i]));
       }
       const uint32_t b0 = __byte_perm(top[0], top[1], 0x7632), b1 = __byte_perm(top[2], top[3], 0x7632);
-      mma(acc[h], x.step[h], b0, b1);
+      mma(acc[h], x[h], b0, b1);
     }
   }
 }
@@ -182,8 +147,9 @@ __device__ __forceinline__ void multiply(const Cta& cta, uint32_t tile, int grou
 constexpr uint32_t kTwo127 = 0x7f007f00u, kTwo110 = 0x76807680u;  // pairs of bf16
 constexpr float kDecodedScale = 512.0f;  // decoded weights are 2^-9 of their values: (-126 + -120) + 127 + 110 = -9
 
-__device__ __forceinline__ void multiply(const Cta& cta, uint32_t tile, int group, const Fragments<Kind::kNvfp4>& x,
-                                         float (&acc)[2][4]) {
+template <int kSize>
+__device__ __forceinline__ void multiply_nvfp4(const Cta& cta, uint32_t tile, int group, const uint4 (&x)[kSize],
+                                               float (&acc)[2][4]) {
   const int row = 8 * group + row_of_column(cta.lane / 4), q = cta.lane % 4;
   const uint32_t scales = load_shared_word(tile + kTileSize + 16 * row + 4 * q);
 #pragma unroll
@@ -205,21 +171,26 @@ __device__ __forceinline__ void multiply(const Cta& cta, uint32_t tile, int grou
       uint32_t b[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) b[j] = multiply_bf16x2(pairs[j], scale);
-      mma(acc[h], x.step[8 * h + 2 * i], b[0], b[1]);
-      mma(acc[h], x.step[8 * h + 2 * i + 1], b[2], b[3]);
+      mma(acc[h], x[8 * h + 2 * i], b[0], b[1]);
+      mma(acc[h], x[8 * h + 2 * i + 1], b[2], b[3]);
     }
   }
 }
 
 // ---- The consumers' side --------------------------------------------------------------------------------------------
-// Puts a group of eight output columns of this warp where `sum_of_warps` adds them up.
-__device__ __forceinline__ void store_group(const Cta& cta, int half, int group, const float (&acc)[4]) {
+__device__ __forceinline__ uint4 sum_of_chains(const float (&acc)[2][4]) {
+  return make_uint4(__float_as_uint(acc[0][0] + acc[1][0]), __float_as_uint(acc[0][1] + acc[1][1]),
+                    __float_as_uint(acc[0][2] + acc[1][2]), __float_as_uint(acc[0][3] + acc[1][3]));
+}
+
+// Puts a group of eight output columns of this warp (fp32) where `sum_of_warps` adds them up.
+__device__ __forceinline__ void store_group(const Cta& cta, int half, int group, const uint4& acc) {
   auto& to = cta.shared.partial[half][cta.warp];
   const int r = cta.lane / 4, column = 8 * group + cta.lane % 4;
-  to[r][column] = acc[0];
-  to[r][column + 4] = acc[1];
-  to[r + 8][column] = acc[2];
-  to[r + 8][column + 4] = acc[3];
+  to[r][column] = __uint_as_float(acc.x);
+  to[r][column + 4] = __uint_as_float(acc.y);
+  to[r + 8][column] = __uint_as_float(acc.z);
+  to[r + 8][column + 4] = __uint_as_float(acc.w);
 }
 
 // Adds up what the warps have of 32 output columns, in the order of K. Thread (warp, lane) gets row `warp`, column
@@ -232,106 +203,6 @@ __device__ __forceinline__ float sum_of_warps(const Cta& cta, int half, int warp
 #pragma unroll 5
   for (int w = 1; w < warps; ++w) sum += partial[w][cta.warp][cta.lane];
   return sum;
-}
-
-// One slice of one row tile. epilogue(column of the tile, sum) for row `warp` of the step.
-template <Kind kKind, typename Epilogue>
-__device__ __forceinline__ void run_unit(const Cta& cta, Consumer& consumer, const Matrix& matrix, int slice,
-                                         const Fragments<kKind>& x, const Epilogue& epilogue) {
-  const int tiles = matrix.tiles_in(slice), stages = divide_up(tiles, kTilesPerStage),
-            stage = cta.warp / kTilesPerStage;
-  uint32_t tile = 0;
-  if (stage < stages) tile = consumer.wait(cta, stage) + cta.warp % kTilesPerStage * matrix.geometry.tile_bytes;
-#pragma unroll 1
-  for (int half = 0; half < 2; ++half) {
-    if (cta.warp < tiles) {
-#pragma unroll 1
-      for (int g = 0; g < 4; ++g) {
-        float acc[2][4] = {};
-        multiply(cta, tile, 4 * half + g, x, acc);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) acc[0][i] += acc[1][i];
-        store_group(cta, half, g, acc[0]);
-      }
-    }
-    if (half == 1 && stage < stages) consumer.release(cta, stage);
-    epilogue(half * kHalf + cta.lane, sum_of_warps(cta, half, tiles));
-  }
-  consumer.next += stages;
-}
-
-// All slices of one row tile, added up in registers. load(slice, fragments) gives the activations of each.
-template <typename Load, typename Epilogue>
-__device__ __forceinline__ void run_row_tile(const Cta& cta, Consumer& consumer, const Matrix& matrix, const Load& load,
-                                             const Epilogue& epilogue) {
-  float acc[8][4] = {};
-#pragma unroll 1
-  for (int slice = 0; slice < matrix.geometry.slices; ++slice) {
-    Fragments<Kind::kBf16> x = {};
-    load(slice, x);
-    const int tiles = matrix.tiles_in(slice), stages = divide_up(tiles, kTilesPerStage),
-              stage = cta.warp / kTilesPerStage;
-    if (stage < stages) {
-      const uint32_t tile = consumer.wait(cta, stage) + cta.warp % kTilesPerStage * kTileSize;
-      if (cta.warp < tiles) {
-#pragma unroll
-        for (int g = 0; g < 8; ++g) {
-          float sums[2][4] = {};
-          multiply(cta, tile, g, x, sums);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) acc[g][i] += sums[0][i] + sums[1][i];
-        }
-      }
-      consumer.release(cta, stage);
-    }
-    consumer.next += stages;
-  }
-  const int warps = min(matrix.geometry.k_tiles, kTilesPerUnit);
-#pragma unroll
-  for (int g = 0; g < 8; ++g) {
-    if (cta.warp < warps) store_group(cta, g / 4, g % 4, acc[g]);
-  }
-#pragma unroll 1
-  for (int half = 0; half < 2; ++half) epilogue(half * kHalf + cta.lane, sum_of_warps(cta, half, warps));
-}
-
-// ---- Slices that different CTAs have: fp32 sums of each are published, and added up by whoever finishes the tile ----
-// Walks this CTA's units of a matrix. x: bf16 [rows][width], published in this round.
-// publish(slice, row tile, column of it, sum) for row `warp`.
-template <Kind kKind, typename Publish>
-__device__ __forceinline__ void run_slices(const Cta& cta, Consumer& consumer, const Matrix& matrix, int shift,
-                                           const uint16_t* x, int width, const Publish& publish) {
-  const Geometry& geometry = matrix.geometry;
-  const Share share = share_of(cta, geometry.row_tiles * geometry.slices, shift);
-  if (share.begin == share.end) return;
-  const uint16_t* rows[2];
-  rows_of_lane(cta, x, width, rows);
-  Unit unit = Unit::create(geometry, share.begin);
-  int i = share.begin;
-#pragma unroll 1
-  while (i < share.end) {
-    const int slice = unit.part;
-    Fragments<kKind> fragments = {};
-    if (cta.warp < matrix.tiles_in(slice)) {
-      load_fragments(cta, rows, (slice * geometry.slice_tiles + cta.warp) * tile_k(kKind), width, fragments);
-    }
-#pragma unroll 1
-    do {
-      run_unit(cta, consumer, matrix, slice, fragments,
-               [&](int column, float sum) { publish(slice, unit.row_tile, column, sum); });
-      unit.advance(geometry);
-    } while (++i < share.end && unit.part == slice);
-  }
-}
-
-__device__ __forceinline__ void load_slices(const Cta& cta, Producer& producer, const Matrix& matrix, int shift) {
-  const Geometry& geometry = matrix.geometry;
-  const Share share = share_of(cta, geometry.row_tiles * geometry.slices, shift);
-  if (share.begin == share.end) return;
-  Unit unit = Unit::create(geometry, share.begin);
-#pragma unroll 1
-  for (int i = share.begin; i < share.end; ++i, unit.advance(geometry))
-    load_slice(producer, matrix, unit.row_tile, unit.part);
 }
 
 // Two neighbouring columns, summed over parts of K in order. from: of part 0.  stride: floats from part to part.

@@ -31,18 +31,23 @@ struct RankSizes {
   int heads, kv_heads, qkv_rows, hidden, moe_hidden, moe_intermediate, vocab;
   int column_tiles, own_column_tiles;  // of 64 columns of D: of all ranks, and at most of one
   int parts_of_sum;                    // of o_proj's eight
+  int groups;                          // query heads of a KV head
+  int parts_of_keys, keys_of_part;     // of a block, among the warps of each query head
   int log2_ranks;
 };
 
-// A matrix in tiles of 64 rows, cut along K into slices of at most 16 tiles.
+// A matrix in tiles of 64 rows, cut along K into slices of at most 16 tiles, or a stack of such matrices.
 struct Geometry {
   int rows, row_tiles, k_tiles, slice_tiles, slices, tile_bytes;
+  int shift;  // CTAs are turned by another step in each phase: who has a unit more in one has one less in another
+  int width;  // of rows of activations
+  uint32_t x, partial;  // buffers of activations, and of partial sums
+  size_t offset;        // in the weights of its layer, or of the output layer
 };
-enum class MatrixId { kQkv, kO, kRouter, kPre, kPost, kHead, kGateUp, kDown, kGateUpNvfp4, kDownNvfp4, kCount };
+enum class MatrixId { kQkv, kO, kRouter, kPre, kGateUp, kDown, kPost, kHead, kCount };
 
-// Offsets of the parts of a layer's weights, of one rank.
+// Offsets of the vectors of a layer's weights, of one rank.
 struct LayerOffsets {
-  size_t qkv_gate, o_proj, router, pre_expert_proj, gate_up, down, post_expert_proj;
   size_t input_norm, post_attention_alpha, post_attention_beta, pre_ffn_norm, router_bias, pre_expert_norm;
   size_t gate_up_scale, down_scale, post_expert_norm, post_ffn_norm, post_ffn_alpha, post_ffn_beta;
   size_t bytes;
@@ -115,9 +120,9 @@ struct alignas(256) Workspace {
 struct Launch {
   Sizes sizes;
   RankSizes of_rank;
-  Geometry matrices[static_cast<int>(MatrixId::kCount)];
+  Geometry matrices[2][static_cast<int>(MatrixId::kCount)];  // of layers with bf16 experts, with NVFP4 ones
   Buffers buffers;
-  LayerOffsets offsets[2];  // of layers with bf16 experts, with NVFP4 ones
+  LayerOffsets offsets[2];  // as `matrices`
   const uint8_t* head;      // [ranks here, head_bytes]
   size_t head_bytes, final_norm_offset;
   const uint16_t* embedding;  // bf16 [ranks here, V / R, D]

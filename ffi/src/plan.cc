@@ -11,8 +11,15 @@ int divide_up(int x, int y) { return (x + y - 1) / y; }
 
 Geometry geometry_of(const Segment& segment, int slice_tiles = kTilesPerUnit) {
   const int k_tiles = segment.k_tiles();
-  return {segment.rows,        segment.row_tiles(), k_tiles, slice_tiles, divide_up(k_tiles, slice_tiles),
-          segment.tile_bytes()};
+  Geometry geometry = {};
+  geometry.rows = segment.rows;
+  geometry.row_tiles = segment.row_tiles();
+  geometry.k_tiles = k_tiles;
+  geometry.slice_tiles = slice_tiles;
+  geometry.slices = divide_up(k_tiles, slice_tiles);
+  geometry.tile_bytes = segment.tile_bytes();
+  geometry.offset = segment.offset;
+  return geometry;
 }
 
 RankSizes rank_sizes(const Sizes& sizes) {
@@ -29,33 +36,52 @@ RankSizes rank_sizes(const Sizes& sizes) {
   of_rank.parts_of_sum = sizes.parts_per_rank();
   of_rank.log2_ranks = 0;
   while (1 << of_rank.log2_ranks < sizes.ranks) ++of_rank.log2_ranks;
+  of_rank.groups = sizes.heads / sizes.kv_heads;
+  of_rank.parts_of_keys = std::min(kTilesPerUnit / of_rank.groups, kNumParts);
+  of_rank.keys_of_part = kKeyBlock / of_rank.parts_of_keys;
   return of_rank;
 }
 
-void fill_matrices(const Sizes& sizes, Geometry* matrices) {
-  const auto at = [&](MatrixId id) -> Geometry& { return matrices[static_cast<int>(id)]; };
-  const LayerTable plain = make_layer_table(sizes, false), nvfp4 = make_layer_table(sizes, true);
-  at(MatrixId::kQkv) = geometry_of(plain.qkv_gate);
-  at(MatrixId::kO) = geometry_of(plain.o_proj, sizes.heads_per_part());
-  at(MatrixId::kRouter) = geometry_of(plain.router);
-  at(MatrixId::kPre) = geometry_of(plain.pre_expert_proj);
-  at(MatrixId::kPost) = geometry_of(plain.post_expert_proj);
-  at(MatrixId::kHead) = geometry_of(make_head_table(sizes).lm_head);
-  at(MatrixId::kGateUp) = geometry_of(plain.gate_up);
-  at(MatrixId::kDown) = geometry_of(plain.down);
-  at(MatrixId::kGateUpNvfp4) = geometry_of(nvfp4.gate_up);
-  at(MatrixId::kDownNvfp4) = geometry_of(nvfp4.down);
+Geometry geometry_of(const Sizes& sizes, MatrixId id, bool nvfp4) {
+  const LayerTable table = make_layer_table(sizes, nvfp4);
+  switch (id) {
+    case MatrixId::kQkv: return geometry_of(table.qkv_gate);
+    case MatrixId::kO: return geometry_of(table.o_proj, sizes.heads_per_part());
+    case MatrixId::kRouter: return geometry_of(table.router);
+    case MatrixId::kPre: return geometry_of(table.pre_expert_proj);
+    case MatrixId::kGateUp: return geometry_of(table.gate_up);
+    case MatrixId::kDown: return geometry_of(table.down);
+    case MatrixId::kPost: return geometry_of(table.post_expert_proj);
+    case MatrixId::kHead: return geometry_of(make_head_table(sizes).lm_head);
+    case MatrixId::kCount: break;
+  }
+  return {};
+}
+
+void fill_matrices(Launch& launch, bool nvfp4) {
+  Geometry* matrices = launch.matrices[nvfp4];
+  const Sizes& sizes = launch.sizes;
+  const Buffers& buffers = launch.buffers;
+  const auto fill = [&](MatrixId id, int shift, uint32_t x, int width, uint32_t partial = 0) {
+    Geometry& geometry = matrices[static_cast<int>(id)];
+    geometry = geometry_of(sizes, id, nvfp4);
+    geometry.shift = shift;
+    geometry.x = x;
+    geometry.width = width;
+    geometry.partial = partial;
+  };
+  fill(MatrixId::kQkv, 83, buffers.next_in, sizes.hidden, buffers.qkv_partial);
+  fill(MatrixId::kO, 0, buffers.attn_out, launch.of_rank.heads * kHead, buffers.o_partial);
+  fill(MatrixId::kRouter, 29, buffers.ffn_in, sizes.hidden, buffers.router_partial);
+  fill(MatrixId::kPre, 93, buffers.ffn_in, sizes.hidden, buffers.pre_partial);
+  fill(MatrixId::kGateUp, 11, buffers.moe_in, sizes.moe_hidden);
+  fill(MatrixId::kDown, 71, nvfp4 && sizes.quantized ? buffers.hidden_decoded : buffers.hidden, sizes.moe_intermediate);
+  fill(MatrixId::kPost, 47, buffers.mixed, sizes.moe_hidden, buffers.post_partial);
+  fill(MatrixId::kHead, 0, buffers.next_in, sizes.hidden);
 }
 
 LayerOffsets offsets_of(const LayerTable& table) {
   LayerOffsets offsets;
-  offsets.qkv_gate = table.qkv_gate.offset;
-  offsets.o_proj = table.o_proj.offset;
-  offsets.router = table.router.offset;
-  offsets.pre_expert_proj = table.pre_expert_proj.offset;
-  offsets.gate_up = table.gate_up.offset;
-  offsets.down = table.down.offset;
-  offsets.post_expert_proj = table.post_expert_proj.offset;
   offsets.input_norm = table.input_norm.offset;
   offsets.post_attention_alpha = table.post_attention_alpha.offset;
   offsets.post_attention_beta = table.post_attention_beta.offset;
@@ -75,8 +101,6 @@ LayerOffsets offsets_of(const LayerTable& table) {
 }  // namespace
 
 Buffers make_buffers(const Sizes& sizes) {
-  Geometry matrices[static_cast<int>(MatrixId::kCount)];
-  fill_matrices(sizes, matrices);
   const RankSizes of_rank = rank_sizes(sizes);
   const int groups = sizes.heads / sizes.kv_heads, pairs = kMaxRows * sizes.top_k;
   Buffers buffers;
@@ -87,7 +111,7 @@ Buffers make_buffers(const Sizes& sizes) {
     return offset;
   };
   const auto partial = [&](MatrixId id) {
-    const Geometry& geometry = matrices[static_cast<int>(id)];
+    const Geometry geometry = geometry_of(sizes, id, false);
     return place(static_cast<size_t>(geometry.slices) * geometry.row_tiles * kMaxRows * kTileRows, 4);
   };
   buffers.qkv_partial = partial(MatrixId::kQkv);
@@ -135,8 +159,8 @@ Launch make_launch(const VerifyArguments& args, int num_sms) {
   sizes.softcap = args.softcap;
   sizes.routed_scaling = args.routed_scaling;
   launch.of_rank = rank_sizes(sizes);
-  fill_matrices(sizes, launch.matrices);
   launch.buffers = make_buffers(sizes);
+  for (bool nvfp4 : {false, true}) fill_matrices(launch, nvfp4);
   launch.offsets[0] = offsets_of(make_layer_table(sizes, false));
   launch.offsets[1] = offsets_of(make_layer_table(sizes, true));
   launch.head = args.head;

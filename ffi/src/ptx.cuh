@@ -27,6 +27,10 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
+// What the compiler knows of x it forgets: it does not compute in advance, and keep in registers, what follows from it.
+__device__ __forceinline__ void forget(int& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void forget(uint32_t& x) { asm volatile("" : "+r"(x)); }
+
 // In a loop that waits for others.
 __device__ __forceinline__ void pause() {}
 
@@ -110,25 +114,41 @@ __device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
 // --------------------------------------------------- Relaxed: each word arrives by itself, and whether it is there can
 // be seen in it.
 
-__device__ __forceinline__ uint4 load_relaxed(const uint4* from) {
-  uint4 v;
-  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from)
-               : "memory");
-  return v;
-}
-
-__device__ __forceinline__ uint2 load_relaxed(const uint2* from) {
-  uint2 v;
-  asm volatile("ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory");
-  return v;
-}
-
 __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* from) {
   uint32_t v;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
   return v;
+}
+
+// Where it is not wanted v stays as it is. No branches, so that a warp's loads follow each other.
+__device__ __forceinline__ void load_relaxed(const uint4* from, bool wanted, uint4& v) {
+  asm volatile(
+      "{\n .reg .pred p;\n"
+      " setp.ne.u32 p, %5, 0;\n"
+      " @p ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "l"(from), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+}
+
+__device__ __forceinline__ void load_relaxed(const uint2* from, bool wanted, uint2& v) {
+  asm volatile(
+      "{\n .reg .pred p;\n"
+      " setp.ne.u32 p, %3, 0;\n"
+      " @p ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];\n}"
+      : "+r"(v.x), "+r"(v.y)
+      : "l"(from), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
+}
+
+__device__ __forceinline__ void load_relaxed(const uint32_t* from, bool wanted, uint32_t& v) {
+  asm volatile(
+      "{\n .reg .pred p;\n"
+      " setp.ne.u32 p, %2, 0;\n"
+      " @p ld.relaxed.sys.global.u32 %0, [%1];\n}"
+      : "+r"(v)
+      : "l"(from), "r"(static_cast<uint32_t>(wanted))
+      : "memory");
 }
 
 __device__ __forceinline__ void store_relaxed(uint4* to, uint4 v) {

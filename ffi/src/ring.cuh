@@ -14,8 +14,8 @@ struct RingPosition {
 
 __device__ __forceinline__ void wait_for_barrier(const Cta& cta, uint64_t* barrier, uint32_t parity) {
   const uint32_t address = shared_address(barrier);
-  uint32_t looks = kLooksBetween - 1;  // each of these takes the hardware a while
-  while (!mbarrier_try_wait(address, parity) && !cta.waiting.is_over(looks, -1)) {
+#pragma unroll 1
+  while (!mbarrier_try_wait(address, parity) && !cta.waiting.is_over()) {
   }
 }
 
@@ -47,6 +47,7 @@ struct Consumer {
   __device__ uint32_t wait(const Cta& cta, uint32_t offset) const {
     const RingPosition at{next + offset};
     wait_for_barrier(cta, &cta.shared.full[at.slot()], at.parity());
+    __syncwarp();  // the compiler takes a warp for divergent after such a loop
     return shared_address(cta.shared.stages[at.slot()]);
   }
   // Two warps share a stage: each says that it has read it.

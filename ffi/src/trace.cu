@@ -67,7 +67,7 @@ __global__ void trace_kernel(const __grid_constant__ Launch launch, int l, float
   const float* stream_mid = stream + static_cast<size_t>(sizes.ranks_here) * kMaxRows * d;
   t.copy(table.stream_mid, [&](int row, int i) { return stream_mid[row * d + i]; });
   t.copy(table.ffn_in, [&](int row, int i) { return t.bf16(t.set, b.ffn_in, row * d + i); });
-  const Geometry& router = launch.matrices[static_cast<int>(MatrixId::kRouter)];
+  const Geometry& router = launch.matrices[0][static_cast<int>(MatrixId::kRouter)];
   t.copy(table.router_logits, [&](int row, int i) {
     float sum = 0.0f;
     for (int slice = 0; slice < router.slices; ++slice) {

@@ -14,6 +14,8 @@ template <int kBarrier, int kThreads>
 void named_barrier() {
   emulation::wait_at(kBarrier, kThreads);
 }
+inline void forget(int&) {}
+inline void forget(uint32_t&) {}
 inline void pause() { emulation::yield(); }
 
 // ---- Shared memory: addresses are offsets in the CTA's --------------------------------------------------------------
@@ -70,9 +72,10 @@ inline uint32_t load_shared_word(uint32_t address) { return *reinterpret_cast<co
 
 // ---- Global memory --------------------------------------------------------------------------------------------------
 
+inline uint32_t load_relaxed(const uint32_t* from) { return *from; }
 template <typename Word>
-Word load_relaxed(const Word* from) {
-  return *from;
+void load_relaxed(const Word* from, bool wanted, Word& v) {
+  if (wanted) v = *from;
 }
 template <typename Word>
 void store_relaxed(Word* to, Word v) {

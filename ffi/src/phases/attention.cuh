@@ -24,15 +24,14 @@ struct AttentionPlan {
     AttentionPlan plan;
     plan.blocks = divide_up(keys, kKeyBlock);
     plan.blocks_per_split = max(1, divide_up(plan.blocks, kMaxSplits));
-    plan.splits = divide_up(plan.blocks, plan.blocks_per_split);
+    plan.splits = quotient(plan.blocks + plan.blocks_per_split - 1, plan.blocks_per_split);
     plan.key_bytes = 2 * cta.sizes().head_dim;
     return plan;
   }
+  // The step's own rows are the last split: old keys can be loaded while the rows are computed.
   __device__ int items(const Cta& cta) const { return cta.of_rank().kv_heads * (splits + 1); }
-  // The step's own rows come last: old keys can be loaded while the rows are computed.
-  __device__ bool is_rows(const Cta& cta, int item) const { return item >= cta.of_rank().kv_heads * splits; }
-  __device__ int kv_head(const Cta& cta, int item) const { return item % cta.of_rank().kv_heads; }
-  __device__ int split(const Cta& cta, int item) const { return item / cta.of_rank().kv_heads; }
+  __device__ int split(const Cta& cta, int item) const { return quotient(item, cta.of_rank().kv_heads); }
+  __device__ int end_of_split(int split) const { return min((split + 1) * blocks_per_split, blocks); }
 };
 
 __device__ inline int keys_in_block(const Layer& layer, int block) {
@@ -42,15 +41,17 @@ __device__ inline int keys_in_block(const Layer& layer, int block) {
 __device__ __forceinline__ void load_attention(const Cta& cta, Producer& producer, int l) {
   const AttentionPlan plan = AttentionPlan::create(cta, l);
   const Layer& layer = cta.layer(l);
-  for (int item = cta.index; item < cta.of_rank().kv_heads * plan.splits; item += cta.count) {
-    const int head = cta.here * cta.of_rank().kv_heads + plan.kv_head(cta, item);
-    const int begin = plan.split(cta, item) * plan.blocks_per_split,
-              end = min(begin + plan.blocks_per_split, plan.blocks);
-    for (int block = begin; block < end; ++block) {
-      const size_t at = static_cast<size_t>(head) * layer.slots + block * kKeyBlock;
+  const int kv_heads = cta.of_rank().kv_heads;
+#pragma unroll 1
+  for (int item = cta.index; item < kv_heads * plan.splits; item += cta.count) {
+    const int split = plan.split(cta, item), head = cta.here * kv_heads + item - split * kv_heads;
+#pragma unroll 1
+    for (int block = split * plan.blocks_per_split; block < plan.end_of_split(split); ++block) {
+      const size_t at = (static_cast<size_t>(head) * layer.slots + block * kKeyBlock) * plan.key_bytes;
       const uint32_t bytes = keys_in_block(layer, block) * plan.key_bytes;
-      producer.load(reinterpret_cast<const uint8_t*>(layer.keys) + at * plan.key_bytes, bytes);
-      producer.load(reinterpret_cast<const uint8_t*>(layer.values) + at * plan.key_bytes, bytes);
+#pragma unroll 1
+      for (int i = 0; i < 2; ++i)
+        producer.load(reinterpret_cast<const uint8_t*>(i == 0 ? layer.keys : layer.values) + at, bytes);
     }
   }
 }
@@ -74,7 +75,7 @@ __device__ __forceinline__ uint16_t* shared_values(const Cta& cta) { return shar
 
 // Takes 16 keys from `first` on into a softmax. visible(row, key): whether the row, one of the step, sees it.
 template <typename Visible>
-__device__ __forceinline__ void attend_keys(const Cta& cta, int first, const Fragments<Kind::kBf16>& query,
+__device__ __forceinline__ void attend_keys(const Cta& cta, int first, const uint4 (&query)[steps_of(Kind::kBf16)],
                                             const Visible& visible, PartialAttention& part) {
   constexpr int kGroups = kKeysAtOnce / 8;
   const uint32_t keys = shared_address(shared_keys(cta) + first * kKeyStride);
@@ -86,8 +87,8 @@ __device__ __forceinline__ void attend_keys(const Cta& cta, int first, const Fra
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const uint4 k = load_shared(keys + (8 * g + r) * (2 * kKeyStride) + 16 * (4 * h + q));
-      mma(score[g], query.step[2 * h], k.x, k.y);
-      mma(score[g], query.step[2 * h + 1], k.z, k.w);
+      mma(score[g], query[2 * h], k.x, k.y);
+      mma(score[g], query[2 * h + 1], k.z, k.w);
     }
   }
   float maximum[2] = {part.maximum[0], part.maximum[1]};
@@ -157,6 +158,7 @@ __device__ __forceinline__ void copy_block(const Cta& cta, const Layer& layer, i
     cta.shared.key_positions[key] = position >= max(oldest, 0) && position < committed ? position : -1;
   }
   consumer_barrier();
+#pragma unroll 1
   for (int i = cta.thread; i < kKeyBlock * kHead / 8; i += kConsumers) {
     const int key = i / (kHead / 8), chunk = i % (kHead / 8);
     const bool there = chunk < chunks && cta.shared.key_positions[key] >= 0;
@@ -173,7 +175,7 @@ __device__ __forceinline__ void copy_block(const Cta& cta, const Layer& layer, i
 __device__ __forceinline__ void copy_rows(const Cta& cta, int kv_head) {
   const Buffers& buffers = cta.launch.buffers;
   const int i = cta.thread;
-  if (i < 2 * kMaxRows * kHead / 8) {
+  if (cta.warp < 2 * kMaxRows * kHead / 8 / 32) {
     const bool is_value = i >= kMaxRows * kHead / 8;
     const int row = i / (kHead / 8) % kMaxRows, chunk = i % (kHead / 8);
     const uint16_t* from = cta.own<uint16_t>(is_value ? buffers.v : buffers.k);
@@ -237,27 +239,32 @@ __device__ __forceinline__ void run_attention(const Cta& cta, Consumer& consumer
   const Sizes& sizes = cta.sizes();
   const Layer& layer = cta.layer(l);
   const AttentionPlan plan = AttentionPlan::create(cta, l);
-  const int groups = sizes.heads / sizes.kv_heads, parts = min(kConsumerWarps / groups, 8),
-            keys_per_part = kKeyBlock / parts;
+  const int groups = cta.of_rank().groups, parts = cta.of_rank().parts_of_keys,
+            keys_per_part = cta.of_rank().keys_of_part;
   const bool sliding = layer.flags & kSlidingFlag, works = cta.warp < groups * parts;
-  const int part_index = cta.warp / groups;
+  const int part_index = quotient(cta.warp, groups), group = cta.warp - part_index * groups;
   consumer_barrier();  // the sums of a GEMM that lay where keys go have been read
+#pragma unroll 1
   for (int item = cta.index; item < plan.items(cta); item += cta.count) {
-    const int kv_head = plan.kv_head(cta, item), head = kv_head * groups + cta.warp % groups;
+    const int split = plan.split(cta, item), kv_head = item - split * cta.of_rank().kv_heads,
+              head = kv_head * groups + group;
     const uint16_t* rows[2];
-    rows_of_lane(cta, cta.own<uint16_t>(cta.launch.buffers.q) + head * kHead, cta.of_rank().heads * kHead, rows);
-    Fragments<Kind::kBf16> query = {};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = cta.lane / 4 + 8 * i;
+      const uint16_t* q = cta.own<uint16_t>(cta.launch.buffers.q) + (row * cta.of_rank().heads + head) * kHead;
+      rows[i] = row < sizes.rows ? q : nullptr;
+    }
+    uint4 query[steps_of(Kind::kBf16)] = {};
     PartialAttention part;
-    const bool is_rows = plan.is_rows(cta, item);
-    const int split = is_rows ? plan.splits : plan.split(cta, item);
-    const int begin = is_rows ? 0 : split * plan.blocks_per_split,
-              end = is_rows ? 1 : min(begin + plan.blocks_per_split, plan.blocks);
+    const bool is_rows = split == plan.splits;
+    const int begin = is_rows ? 0 : split * plan.blocks_per_split, end = is_rows ? 1 : plan.end_of_split(split);
     const int num_keys = !is_rows ? keys_per_part : part_index == 0 ? kKeysAtOnce : 0;
 #pragma unroll 1
     for (int block = begin; block < end; ++block) {
       if (is_rows) copy_rows(cta, kv_head);
       else copy_block(cta, layer, block, consumer.wait(cta, 0), consumer.wait(cta, 1));
-      if (block == begin && works) load_fragments(cta, rows, 0, kHead, query);
+      if (block == begin && works) load_fragments<Kind::kBf16>(cta, rows, 0, kHead, query);
       consumer_barrier();
       if (!is_rows) {
         if (cta.warp < kTilesPerStage) {
@@ -291,11 +298,12 @@ __device__ __forceinline__ void merge_attention(const Cta& cta, int l) {
   const Sizes& sizes = cta.sizes();
   const Buffers& buffers = cta.launch.buffers;
   const AttentionPlan plan = AttentionPlan::create(cta, l);
-  const int groups = sizes.heads / sizes.kv_heads, parts = plan.splits + 1, row = cta.warp;
+  const int groups = cta.of_rank().groups, parts = plan.splits + 1, row = cta.warp;
   constexpr int kAtOnce = 6;
+#pragma unroll 1
   for (int head = cta.index; head < cta.of_rank().heads; head += cta.count) {
     if (row >= sizes.rows) continue;
-    const int kv_head = head / groups, g = head % groups;
+    const int kv_head = quotient(head, groups), g = head - kv_head * groups;
     const float* partial = cta.own<float>(buffers.attn_partial) +
                            ((static_cast<size_t>(kv_head) * (kMaxSplits + 1) * groups + g) * kMaxRows + row) * kPartial;
     const size_t stride = static_cast<size_t>(groups) * kMaxRows * kPartial;

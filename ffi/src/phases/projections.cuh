@@ -5,80 +5,9 @@
 
 #include <cfloat>
 
-#include "../gemm.cuh"
+#include "matrices.cuh"
 
 namespace muse {
-
-// ---- Which matrix, and from where to where --------------------------------------------------------------------------
-
-struct Projection {
-  const uint8_t* tiles;
-  MatrixId id;
-  int shift;   // CTAs are turned by another step in each phase: who has a unit more in one has one less in another
-  uint32_t x;  // the buffer of activations
-  int width;   // and its columns
-  uint32_t partial;  // the buffer of partial sums
-
-  __device__ Matrix matrix(const Cta& cta) const { return {tiles, cta.geometry(id)}; }
-};
-
-// l: for qkv, the layer that begins with it, which is the next one.
-__device__ __forceinline__ Projection projection_of(const Cta& cta, Phase phase, int l) {
-  const Buffers& buffers = cta.launch.buffers;
-  const uint8_t* weights = cta.weights(l);
-  const LayerOffsets& offsets = cta.offsets(l);
-  const int hidden = cta.sizes().hidden;
-  if (phase == Phase::kOProj) {
-    return {weights + offsets.o_proj,    MatrixId::kO,     0, buffers.attn_out,
-            cta.of_rank().heads * kHead, buffers.o_partial};
-  }
-  if (phase == Phase::kRouter)
-    return {weights + offsets.router, MatrixId::kRouter, 29, buffers.ffn_in, hidden, buffers.router_partial};
-  if (phase == Phase::kPreExpertProj) {
-    return {weights + offsets.pre_expert_proj, MatrixId::kPre, 93, buffers.ffn_in, hidden, buffers.pre_partial};
-  }
-  if (phase == Phase::kPostExpertProj) {
-    return {weights + offsets.post_expert_proj,
-            MatrixId::kPost,
-            47,
-            buffers.mixed,
-            cta.sizes().moe_hidden,
-            buffers.post_partial};
-  }
-  return {weights + offsets.qkv_gate, MatrixId::kQkv, 83, buffers.next_in, hidden, buffers.qkv_partial};
-}
-
-// ---- Partial sums ---------------------------------------------------------------------------------------------------
-// [parts][row tiles][rows][64]. Those of o_proj go to the rank that adds up the tile: t % ranks for tile t; of its
-// eight parts each rank has 8 / ranks. Results of qkv belong to the next round.
-
-template <Kind kKind>
-__device__ __forceinline__ void run_projection(const Cta& cta, Consumer& consumer, Phase phase, int l) {
-  const Projection projection = projection_of(cta, phase, l);
-  const RankSizes& of_rank = cta.of_rank();
-  const Matrix matrix = projection.matrix(cta);
-  const bool travels = phase == Phase::kOProj, next = phase == Phase::kQkv;
-  if (next) wait_for_round(cta, cta.round + 1);
-  const int tiles = travels ? of_rank.own_column_tiles : matrix.geometry.row_tiles;
-  run_slices<kKind>(cta, consumer, matrix, projection.shift, cta.own<uint16_t>(projection.x), projection.width,
-                    [&](int slice, int tile, int column, float sum) {
-                      if (cta.warp >= cta.sizes().rows) return;
-                      const auto store = [&](int rank, int part, int number) {
-                        uint32_t* to = cta.of_peer<uint32_t>(rank, projection.partial, next);
-                        store_relaxed(to + ((part * tiles + number) * kMaxRows + cta.warp) * kTileRows + column,
-                                      word_of(sum));
-                      };
-                      if (!travels) return store(cta.rank, slice, tile);
-                      int owner = tile & (cta.sizes().ranks - 1);
-                      const int number = tile >> of_rank.log2_ranks;
-                      // In loopback the sums for other ranks take the place of those from them, the last also of what
-                      // is missing.
-                      const bool fills = cta.sizes().loopback && tile + 1 == of_rank.column_tiles;
-                      do {
-                        store(owner, cta.piece_at(owner) * of_rank.parts_of_sum + slice, number);
-                      } while (fills && ++owner < cta.sizes().ranks);
-                    });
-}
 
 // ---- Finished tiles: thread (warp, lane) has row `warp`, columns 2 lane and 2 lane + 1 ------------------------------
 // A pair of columns of [rows][width] to every rank: this rank's piece begins at column piece * columns.
@@ -149,16 +78,10 @@ __device__ __forceinline__ void finish_head(const Cta& cta, int l, int item, flo
 __device__ __forceinline__ void finish_tiles(const Cta& cta, Phase phase, int l) {
   const RankSizes& of_rank = cta.of_rank();
   const Buffers& buffers = cta.launch.buffers;
-  const Projection projection = projection_of(cta,
-                                              phase == Phase::kOSum     ? Phase::kOProj
-                                              : phase == Phase::kPooled ? Phase::kPreExpertProj
-                                              : phase == Phase::kBranch ? Phase::kPostExpertProj
-                                                                        : Phase::kQkv,
-                                              l);
-  const Geometry& geometry = cta.geometry(projection.id);
+  const Geometry& geometry = cta.geometry(l, matrix_of(phase));
   const bool is_o = phase == Phase::kOSum;
   const int parts = is_o ? kNumParts : geometry.slices, tiles = is_o ? of_rank.own_column_tiles : geometry.row_tiles;
-  const float* partial = cta.own<float>(projection.partial) + cta.warp * kTileRows + 2 * cta.lane;
+  const float* partial = cta.own<float>(geometry.partial) + cta.warp * kTileRows + 2 * cta.lane;
   const bool wanted = cta.warp < cta.sizes().rows;
 #pragma unroll 1
   for (int tile = cta.index; tile < tiles; tile += cta.count) {
@@ -233,7 +156,7 @@ __device__ __forceinline__ void choose_experts(const Cta& cta, int l, int row) {
 
 __device__ __forceinline__ void finish_router(const Cta& cta, int l) {
   const Sizes& sizes = cta.sizes();
-  const Geometry& geometry = cta.geometry(MatrixId::kRouter);
+  const Geometry& geometry = cta.geometry(l, MatrixId::kRouter);
   const int expert = 2 * cta.thread, tile = expert / kTileRows;
   static_assert(kMaxExperts <= 2 * kConsumers, "a thread for each pair of experts");
 #pragma unroll 1

@@ -158,7 +158,7 @@ __device__ __forceinline__ uint4 pack(const float (&x)[8]) {
 __device__ __forceinline__ void finish_expert_rows(const Cta& cta, Phase phase, int l) {
   const Sizes& sizes = cta.sizes();
   const Buffers& buffers = cta.launch.buffers;
-  const bool is_input = phase == Phase::kMoeIn, quantized = sizes.quantized && (cta.layer(l).flags & kNvfp4Flag);
+  const bool is_input = phase == Phase::kMoeIn, quantized = sizes.quantized && cta.has_nvfp4(l);
   if (!is_input && !quantized) return;
   const int width = is_input ? sizes.moe_hidden : sizes.moe_intermediate, column = 8 * cta.thread;
   const int items = is_input ? sizes.rows : sizes.rows * sizes.top_k;
