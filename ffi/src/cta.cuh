@@ -29,9 +29,10 @@ constexpr int kKeyStride = 72;   // bf16 numbers of a key or value in shared mem
 
 // The experts of a step, from the routing of its rows.
 struct Experts {
-  int count;                                      // experts that at least one row chose
-  uint8_t ids[kMaxRows * kMaxTopK];               // ascending
-  int8_t slot_of[kMaxRows * kMaxTopK][kMaxRows];  // of the i-th of them: which choice of the row it is; -1: not chosen
+  int count;                         // experts that at least one row chose
+  uint8_t ids[kMaxRows * kMaxTopK];  // ascending
+  alignas(16) int8_t
+      slot_of[kMaxRows * kMaxTopK][kMaxRows];  // of the i-th of them: which choice of the row it is; -1: not chosen
   float weights[kMaxRows][kMaxTopK];
   float scales[kMaxRows * kMaxTopK][3];  // global scales of gate, up and down
 };
@@ -174,25 +175,41 @@ __device__ __forceinline__ float max_over_warp(float x) {
   return x;
 }
 
-// kCount sums (or maxima) over all consumers, the same bits in each. which: one of two places, used in turn.
-template <int kCount, bool kMax = false>
-__device__ __forceinline__ void reduce_over_consumers(const Cta& cta, float (&x)[kCount], int which) {
+// Eight sums over the warp: lane i gets that of x[i / 4]. Lanes exchange halves of what is left, so that numbers are
+// added up as by `sum_over_warp`.
+__device__ __forceinline__ float sum_eight_over_warp(const Cta& cta, float (&x)[8]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const float of_warp = kMax ? max_over_warp(x[i]) : sum_over_warp(x[i]);
-    if (cta.lane == 0) cta.shared.reduced[which][i][cta.warp] = of_warp;
-  }
-  consumer_barrier();
+  for (int n = 4; n > 0; n /= 2) {
+    const bool high = cta.lane & 4 * n;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    float total = kMax ? -INFINITY : 0.0f;
-#pragma unroll
-    for (int w = 0; w < kConsumerWarps; w += 4) {
-      const float4 v = *reinterpret_cast<const float4*>(&cta.shared.reduced[which][i][w]);
-      total = kMax ? fmaxf(fmaxf(total, fmaxf(v.x, v.y)), fmaxf(v.z, v.w)) : total + v.x + v.y + v.z + v.w;
+    for (int i = 0; i < n; ++i) {
+      const float given = high ? x[i] : x[i + n], kept = high ? x[i + n] : x[i];
+      x[i] = kept + __shfl_xor_sync(0xffffffffu, given, 4 * n);
     }
-    x[i] = total;
   }
+  x[0] += __shfl_xor_sync(0xffffffffu, x[0], 2);
+  return x[0] + __shfl_xor_sync(0xffffffffu, x[0], 1);
+}
+
+// The sum (or maximum) of what all warps have put into a place.
+template <bool kMax = false>
+__device__ __forceinline__ float sum_of_reduced(const Cta& cta, int which, int i) {
+  float total = kMax ? -INFINITY : 0.0f;
+#pragma unroll
+  for (int w = 0; w < kConsumerWarps; w += 4) {
+    const float4 v = *reinterpret_cast<const float4*>(&cta.shared.reduced[which][i][w]);
+    total = kMax ? fmaxf(fmaxf(total, fmaxf(v.x, v.y)), fmaxf(v.z, v.w)) : total + v.x + v.y + v.z + v.w;
+  }
+  return total;
+}
+
+// A sum (or maximum) over all consumers, the same bits in each. which: one of two places, used in turn.
+template <bool kMax = false>
+__device__ __forceinline__ float reduce_over_consumers(const Cta& cta, float x, int which) {
+  const float of_warp = kMax ? max_over_warp(x) : sum_over_warp(x);
+  if (cta.lane == 0) cta.shared.reduced[which][0][cta.warp] = of_warp;
+  consumer_barrier();
+  return sum_of_reduced<kMax>(cta, which, 0);
 }
 
 // ---- Publishing -----------------------------------------------------------------------------------------------------

@@ -122,6 +122,7 @@ __device__ __forceinline__ void produce(Cta& cta, uint32_t base) {
   }
   // Copies that nobody waited for (after an abort) end before shared memory is somebody else's.
   if (loads) {
+#pragma unroll 1
     for (uint32_t stage = producer.next > kStages ? producer.next - kStages : 0; stage < producer.next; ++stage) {
       const RingPosition at{stage};
       while (!mbarrier_try_wait(shared_address(&cta.shared.full[at.slot()]), at.parity())) {
@@ -188,6 +189,7 @@ __device__ __forceinline__ void clean(Cta& cta, uint32_t base) {
 
 __device__ __forceinline__ void give_up_everywhere(const Cta& cta) {
   const int ranks = cta.sizes().loopback ? 1 : cta.sizes().ranks;
+#pragma unroll 1
   for (int i = 0; i < ranks; ++i) store_relaxed(&cta.launch.workspaces[ranks == 1 ? cta.rank : i]->aborted, 1u);
 }
 
@@ -224,11 +226,12 @@ __device__ __forceinline__ void watch(const Cta& cta) {
 
 __global__ void __launch_bounds__(kThreads, 1) decode_megakernel(const __grid_constant__ Launch launch) {
   SharedStorage& shared = *reinterpret_cast<SharedStorage*>(shared_memory());
-  const int here = blockIdx.x / launch.ctas_per_rank, rank = launch.first_rank + here;
+  const int here = __umulhi(blockIdx.x, launch.ctas_reciprocal), rank = launch.first_rank + here;
   Workspace* workspace = launch.workspaces[rank];
   if (workspace->call != launch.call) return;  // another call is running, `begin_call` has said so
   const uint32_t base = workspace->round;
   if (threadIdx.x == 0) {
+#pragma unroll 1
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(shared_address(&shared.full[i]), 1);
       mbarrier_init(shared_address(&shared.empty[i]), kTilesPerStage);
@@ -251,7 +254,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_megakernel(const __grid_co
           Waiting{&shared.aborted, &shared.site},
           rank,
           here,
-          static_cast<int>(blockIdx.x) % launch.ctas_per_rank,
+          static_cast<int>(blockIdx.x) - here * launch.ctas_per_rank,
           launch.ctas_per_rank,
           static_cast<int>(threadIdx.x),
           __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x) / 32,
@@ -280,6 +283,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_megakernel(const __grid_co
   __threadfence();
   if (atomicAdd(&first->exited, 1u) + 1 < gridDim.x) return;
   first->exited = 0;
+#pragma unroll 1
   for (int r = launch.first_rank; r < launch.first_rank + launch.sizes.ranks_here; ++r) {
     Workspace* of_rank = launch.workspaces[r];
     of_rank->round = base + launch.sizes.layers + 1;

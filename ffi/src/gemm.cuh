@@ -47,6 +47,7 @@ __device__ __forceinline__ constexpr int column_of_steps(Kind kind, int i, int q
 template <Kind kKind, int kSize>
 __device__ __forceinline__ void load_fragments(const Cta& cta, const uint16_t* const (&rows)[2], int k, int k_end,
                                                uint4 (&to)[kSize]) {
+  const uint32_t zero = cta.sizes().ranks >> 16;
   constexpr int kPairs = steps_of(kKind) / 2, kAtOnce = kPairs < 4 ? kPairs : 4;
   const int q = cta.lane % 4;
   // Of this lane's columns, counted from its first one.
@@ -70,8 +71,8 @@ __device__ __forceinline__ void load_fragments(const Cta& cta, const uint16_t* c
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const uint4 &low = words[2 * i], &high = words[2 * i + 1];
-      to[2 * (first + i)] = make_uint4(low.x, high.x, low.y, high.y);
-      to[2 * (first + i) + 1] = make_uint4(low.z, high.z, low.w, high.w);
+      to[2 * (first + i)] = make_uint4(low.x | zero, high.x | zero, low.y | zero, high.y | zero);
+      to[2 * (first + i) + 1] = make_uint4(low.z | zero, high.z | zero, low.w | zero, high.w | zero);
     }
   }
 }
@@ -102,18 +103,26 @@ __device__ __forceinline__ void load_fragments_of_fp32(const Cta& cta, const uin
 // swizzle the eight lanes that read at once meet all banks.
 __device__ __forceinline__ int row_of_column(int n) { return n >> 1 | (n & 1) << 2; }
 
-// 16 bytes of the tile's row, chunk `chunk`.
-__device__ __forceinline__ uint4 load_chunk(uint32_t tile, int row, int chunk) {
-  return load_shared(tile + 128 * row + 16 * (chunk ^ (row & 7)));
-}
+// Where a lane's values of a tile are: of its row of each group of eight weight rows chunk q (16 bytes), and, of NVFP4,
+// the scales of the chunks q and 4 + q.
+struct LaneTile {
+  uint32_t chunks[2], scales;
+
+  __device__ static LaneTile create(const Cta& cta, uint32_t tile) {
+    const uint32_t row = row_of_column(cta.lane / 4), q = cta.lane % 4;
+    const uint32_t chunk = tile + 128 * row + 16 * (q ^ row);
+    return {{chunk, chunk ^ 64}, tile + kTileSize + 16 * row + 4 * q};
+  }
+  __device__ uint4 load_chunk(int group, int which) const { return load_shared(chunks[which] + 1024 * group); }
+  __device__ uint32_t load_scales(int group) const { return load_shared_word(scales + 128 * group); }
+};
 
 template <int kSize>
-__device__ __forceinline__ void multiply_bf16(const Cta& cta, uint32_t tile, int group, const uint4 (&x)[kSize],
+__device__ __forceinline__ void multiply_bf16(const LaneTile& tile, int group, const uint4 (&x)[kSize],
                                               float (&acc)[2][4]) {
-  const int row = 8 * group + row_of_column(cta.lane / 4);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const uint4 w = load_chunk(tile, row, 4 * h + cta.lane % 4);
+    const uint4 w = tile.load_chunk(group, h);
     mma(acc[h], x[2 * h], w.x, w.y);
     mma(acc[h], x[2 * h + 1], w.z, w.w);
   }
@@ -121,12 +130,11 @@ __device__ __forceinline__ void multiply_bf16(const Cta& cta, uint32_t tile, int
 
 // fp32 weights as three bf16 numbers that add up to them exactly: products are exact, and so is the router's precision.
 template <int kSize>
-__device__ __forceinline__ void multiply_fp32(const Cta& cta, uint32_t tile, int group, const uint4 (&x)[kSize],
+__device__ __forceinline__ void multiply_fp32(const LaneTile& tile, int group, const uint4 (&x)[kSize],
                                               float (&acc)[2][4]) {
-  const int row = 8 * group + row_of_column(cta.lane / 4);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const uint4 w = load_chunk(tile, row, 4 * h + cta.lane % 4);
+    const uint4 w = tile.load_chunk(group, h);
     float rest[4] = {__uint_as_float(w.x), __uint_as_float(w.y), __uint_as_float(w.z), __uint_as_float(w.w)};
 #pragma unroll
     for (int part = 0; part < 3; ++part) {
@@ -148,13 +156,12 @@ constexpr uint32_t kTwo127 = 0x7f007f00u, kTwo110 = 0x76807680u;  // pairs of bf
 constexpr float kDecodedScale = 512.0f;  // decoded weights are 2^-9 of their values: (-126 + -120) + 127 + 110 = -9
 
 template <int kSize>
-__device__ __forceinline__ void multiply_nvfp4(const Cta& cta, uint32_t tile, int group, const uint4 (&x)[kSize],
+__device__ __forceinline__ void multiply_nvfp4(const LaneTile& tile, int group, const uint4 (&x)[kSize],
                                                float (&acc)[2][4]) {
-  const int row = 8 * group + row_of_column(cta.lane / 4), q = cta.lane % 4;
-  const uint32_t scales = load_shared_word(tile + kTileSize + 16 * row + 4 * q);
+  const uint32_t scales = tile.load_scales(group);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const uint4 codes = load_chunk(tile, row, 4 * h + q);
+    const uint4 codes = tile.load_chunk(group, h);
     // Two scales, of the words 0, 1 and of the words 2, 3 of the chunk.
     const uint32_t pair =
         multiply_bf16x2(multiply_bf16x2(__byte_perm(scales, 0, h ? 0x4342 : 0x4140) << 4, kTwo127), kTwo110);
@@ -183,14 +190,18 @@ __device__ __forceinline__ uint4 sum_of_chains(const float (&acc)[2][4]) {
                     __float_as_uint(acc[0][2] + acc[1][2]), __float_as_uint(acc[0][3] + acc[1][3]));
 }
 
-// Puts a group of eight output columns of this warp (fp32) where `sum_of_warps` adds them up.
-__device__ __forceinline__ void store_group(const Cta& cta, int half, int group, const uint4& acc) {
-  auto& to = cta.shared.partial[half][cta.warp];
-  const int r = cta.lane / 4, column = 8 * group + cta.lane % 4;
-  to[r][column] = __uint_as_float(acc.x);
-  to[r][column + 4] = __uint_as_float(acc.y);
-  to[r + 8][column] = __uint_as_float(acc.z);
-  to[r + 8][column + 4] = __uint_as_float(acc.w);
+// Where this lane puts its sums of the first group of eight output columns, for `sum_of_warps`.
+__device__ __forceinline__ uint32_t sums_of_lane(const Cta& cta) {
+  return shared_address(&cta.shared.partial[0][cta.warp][cta.lane / 4][cta.lane % 4]);
+}
+// acc: fp32.
+__device__ __forceinline__ void store_group(uint32_t sums, int group, const uint4& acc) {
+  constexpr int kRow = kHalfStride * sizeof(float);
+  const uint32_t to = sums + 32 * group;
+  store_shared(to, __uint_as_float(acc.x));
+  store_shared(to + 16, __uint_as_float(acc.y));
+  store_shared(to + 8 * kRow, __uint_as_float(acc.z));
+  store_shared(to + 8 * kRow + 16, __uint_as_float(acc.w));
 }
 
 // Adds up what the warps have of 32 output columns, in the order of K. Thread (warp, lane) gets row `warp`, column

@@ -110,6 +110,10 @@ __device__ __forceinline__ uint32_t load_shared_word(uint32_t address) {
   return v;
 }
 
+__device__ __forceinline__ void store_shared(uint32_t address, float x) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+
 // ---- Global memory that other CTAs and GPUs write while we look at it -----------------------------------------------
 // --------------------------------------------------- Relaxed: each word arrives by itself, and whether it is there can
 // be seen in it.

@@ -70,6 +70,8 @@ inline void bulk_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t ba
 inline uint4 load_shared(uint32_t address) { return *reinterpret_cast<const uint4*>(at_shared(address)); }
 inline uint32_t load_shared_word(uint32_t address) { return *reinterpret_cast<const uint32_t*>(at_shared(address)); }
 
+inline void store_shared(uint32_t address, float x) { *reinterpret_cast<float*>(at_shared(address)) = x; }
+
 // ---- Global memory --------------------------------------------------------------------------------------------------
 
 inline uint32_t load_relaxed(const uint32_t* from) { return *from; }

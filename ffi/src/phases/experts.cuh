@@ -14,19 +14,21 @@ __device__ __forceinline__ void build_experts(const Cta& cta, int l) {
   Experts& experts = shared.experts;
   constexpr int kWords = kMaxExperts / 32;
   if (cta.lane < kWords) shared.chosen[cta.lane] = 0;
-  for (int i = cta.lane; i < kMaxRows * kMaxTopK * kMaxRows / 4; i += 32)
-    reinterpret_cast<uint32_t*>(experts.slot_of)[i] = 0xffffffffu;
+#pragma unroll 1
+  for (int i = cta.lane; i < static_cast<int>(sizeof(experts.slot_of) / sizeof(uint4)); i += 32)
+    reinterpret_cast<uint4*>(experts.slot_of)[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
   __syncwarp();
-  const uint2* routing = cta.own<uint2>(cta.launch.buffers.routing);
-  constexpr int kEach = kMaxRows * kMaxTopK / 32;
+  // Lane i has choice i % 8 of rows i / 8, i / 8 + 4, and so on.
+  constexpr int kEach = kMaxRows * kMaxTopK / 32, kRowsApart = 32 / kMaxTopK;
+  const uint2* routing = cta.own<uint2>(cta.launch.buffers.routing) + cta.lane;
+  const int slot = cta.lane % kMaxTopK, first_row = cta.lane / kMaxTopK;
   const uint2* from[kEach];
   bool wanted[kEach];
   uint2 choice[kEach];
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    const int at = cta.lane + 32 * i;
-    from[i] = routing + at;
-    wanted[i] = at / kMaxTopK < sizes.rows && at % kMaxTopK < sizes.top_k;
+    from[i] = routing + 32 * i;
+    wanted[i] = first_row + kRowsApart * i < sizes.rows && slot < sizes.top_k;
   }
   receive(cta.waiting, from, wanted, choice);
 #pragma unroll
@@ -35,28 +37,31 @@ __device__ __forceinline__ void build_experts(const Cta& cta, int l) {
     if (wanted[i]) atomicOr(&shared.chosen[choice[i].x / 32], 1u << choice[i].x % 32);
   }
   __syncwarp();
-  int before[kWords + 1] = {};
+  // Lane i has word i of the chosen experts, and how many there are before it.
+  const uint32_t word = cta.lane < kWords ? shared.chosen[cta.lane] : 0;
+  int before = __popc(word);
 #pragma unroll
-  for (int i = 0; i < kWords; ++i) before[i + 1] = before[i] + __popc(shared.chosen[i]);
-  auto place = [&](uint32_t id) {
-    int at = 0;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) at = static_cast<int>(id) / 32 == i ? before[i] : at;
-    return at + __popc(shared.chosen[id / 32] & ((1u << id % 32) - 1));
-  };
+  for (int i = 1; i < kWords; i *= 2) {
+    const int of_others = __shfl_sync(0xffffffffu, before, max(cta.lane - i, 0));
+    if (cta.lane >= i) before += of_others;
+  }
+  const int count = __shfl_sync(0xffffffffu, before, kWords - 1);
+  before -= __popc(word);
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
+    const int id = static_cast<int>(choice[i].x);
+    const uint32_t its_word = __shfl_sync(0xffffffffu, word, id / 32);
+    const int at = __shfl_sync(0xffffffffu, before, id / 32) + __popc(its_word & ((1u << id % 32) - 1));
     if (!wanted[i]) continue;
-    const int row = (cta.lane + 32 * i) / kMaxTopK, slot = (cta.lane + 32 * i) % kMaxTopK, at = place(choice[i].x);
-    experts.ids[at] = static_cast<uint8_t>(choice[i].x);
-    experts.slot_of[at][row] = static_cast<int8_t>(slot);
-    experts.weights[row][slot] = __uint_as_float(choice[i].y);
+    experts.ids[at] = static_cast<uint8_t>(id);
+    experts.slot_of[at][first_row + kRowsApart * i] = static_cast<int8_t>(slot);
+    experts.weights[first_row + kRowsApart * i][slot] = __uint_as_float(choice[i].y);
   }
-  if (cta.lane == 0) experts.count = before[kWords];
+  if (cta.lane == 0) experts.count = count;
   __syncwarp();
   const float *gate_up = cta.vector(l, &LayerOffsets::gate_up_scale), *down = cta.vector(l, &LayerOffsets::down_scale);
 #pragma unroll 1
-  for (int i = cta.lane; i < experts.count; i += 32) {
+  for (int i = cta.lane; i < count; i += 32) {
     const int id = experts.ids[i];
     experts.scales[i][0] = gate_up[2 * id];
     experts.scales[i][1] = gate_up[2 * id + 1];

@@ -186,6 +186,7 @@ __device__ __forceinline__ void run_matrices(const Cta& cta, Consumer& consumer,
   const Geometry& geometry = work.geometry;
   const bool is_down = phase == Phase::kExpertDown, is_bf16 = work.kind == Kind::kBf16;
   const int stage = cta.warp / kTilesPerStage;
+  const uint32_t sums = sums_of_lane(cta);
   if (phase == Phase::kQkv) wait_for_round(cta, cta.round + 1);
   Unit unit = Unit::create(geometry, work.share.begin);
   WarpTile mine = {};
@@ -195,11 +196,7 @@ __device__ __forceinline__ void run_matrices(const Cta& cta, Consumer& consumer,
     const int first = work.is_sliced() ? unit.part : 0, end = work.is_sliced() ? first + 1 : geometry.slices;
     const int wanted = work.is_sliced() || is_down ? unit.part : 0;  // gate_up and lm_head have the same for all parts
     const int warps = work.tiles_in(first);                          // that have something to add up
-    uint32_t tile = 0;
-    if (is_bf16) {
-#pragma unroll
-      for (int g = 0; g < 8; ++g) mine.x[WarpTile::kSums + g] = {};
-    }
+    LaneTile tile = {};
 #pragma unroll 1
     for (int slice = first; slice < end; ++slice) {  // of fp32 and NVFP4 there is one
       const int tiles = work.tiles_in(slice);
@@ -213,18 +210,19 @@ __device__ __forceinline__ void run_matrices(const Cta& cta, Consumer& consumer,
         else load_fragments_of_fp32(cta, rows, k_tile * tile_k(Kind::kFp32), geometry.width, mine.x);
       }
       const bool has_stage = stage < divide_up(tiles, kTilesPerStage);
-      if (has_stage) tile = consumer.wait(cta, stage) + cta.warp % kTilesPerStage * geometry.tile_bytes;
+      if (has_stage)
+        tile = LaneTile::create(cta, consumer.wait(cta, stage) + cta.warp % kTilesPerStage * geometry.tile_bytes);
       if (!is_bf16) break;
       if (cta.warp < tiles) {
 #pragma unroll
         for (int g = 0; g < 8; ++g) {
-          float sums[2][4] = {};
-          multiply_bf16(cta, tile, g, mine.x, sums);
+          float acc[2][4] = {};
+          multiply_bf16(tile, g, mine.x, acc);
           uint4& to = mine.x[WarpTile::kSums + g];
-          to.x = word_of(__uint_as_float(to.x) + (sums[0][0] + sums[1][0]));
-          to.y = word_of(__uint_as_float(to.y) + (sums[0][1] + sums[1][1]));
-          to.z = word_of(__uint_as_float(to.z) + (sums[0][2] + sums[1][2]));
-          to.w = word_of(__uint_as_float(to.w) + (sums[0][3] + sums[1][3]));
+          to.x = word_of(__uint_as_float(to.x) + (acc[0][0] + acc[1][0]));
+          to.y = word_of(__uint_as_float(to.y) + (acc[0][1] + acc[1][1]));
+          to.z = word_of(__uint_as_float(to.z) + (acc[0][2] + acc[1][2]));
+          to.w = word_of(__uint_as_float(to.w) + (acc[0][3] + acc[1][3]));
         }
       }
       if (has_stage) consumer.release(cta, stage);
@@ -234,25 +232,24 @@ __device__ __forceinline__ void run_matrices(const Cta& cta, Consumer& consumer,
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
       if (cta.warp < warps) {
+        uint32_t to = sums + half * static_cast<uint32_t>(sizeof(SharedStorage::partial) / 2);
+        forget(to);
+        forget(tile.chunks[1]);
         if (is_bf16) {
 #pragma unroll
           for (int g = 0; g < 8; ++g) {
-            if (g / 4 == half) store_group(cta, half, g % 4, mine.x[WarpTile::kSums + g]);
-          }
-        } else if (work.kind == Kind::kNvfp4) {
-#pragma unroll 1
-          for (int g = 0; g < 4; ++g) {
-            float acc[2][4] = {};
-            multiply_nvfp4(cta, tile, 4 * half + g, mine.x, acc);
-            store_group(cta, half, g, sum_of_chains(acc));
+            if (g / 4 == half) store_group(to, g % 4, mine.x[WarpTile::kSums + g]);
+            if (half == 1) mine.x[WarpTile::kSums + g] = {};
           }
         } else {
+          int g = 4 * half;
 #pragma unroll 1
-          for (int g = 0; g < 4; ++g) {
+          do {
             float acc[2][4] = {};
-            multiply_fp32(cta, tile, 4 * half + g, mine.x, acc);
-            store_group(cta, half, g, sum_of_chains(acc));
-          }
+            if (work.kind == Kind::kNvfp4) multiply_nvfp4(tile, g, mine.x, acc);
+            else multiply_fp32(tile, g, mine.x, acc);
+            store_group(to, g % 4, sum_of_chains(acc));
+          } while (++g % 4 != 0);
         }
       }
       if (half == 1 && !is_bf16) {

@@ -28,9 +28,8 @@ __device__ __forceinline__ uint2 to_bf16x4(const float4& x) {
 // 1 / sqrt(mean of squares + eps) of a row whose squares the threads have summed in part. which: one of two places, in
 // turn.
 __device__ __forceinline__ float rms_factor(const Cta& cta, float squares, int width, float eps, int which) {
-  float sum[1] = {squares};
-  reduce_over_consumers<1>(cta, sum, which);
-  return rsqrtf(divide(sum[0], static_cast<float>(width)) + eps);
+  const float sum = reduce_over_consumers(cta, squares, which);
+  return rsqrtf(divide(sum, static_cast<float>(width)) + eps);
 }
 
 // ---- Rows of the residual stream: embed, post_attn, post_ffn --------------------------------------------------------
@@ -105,8 +104,9 @@ __device__ __forceinline__ void finish_rows(const Cta& cta, Phase phase, int l) 
     const float* stream = cta.launch.stream + (is_ffn ? half : 0) + at_row;
     float* new_stream = cta.launch.stream + (phase == Phase::kPostAttention ? half : 0) + at_row;
     float* tap = nullptr;
-    for (int i = 0; i < cta.launch.num_taps; ++i) {
-      if (is_ffn && cta.here == 0 && cta.launch.taps_layers[i] == l)
+#pragma unroll 1
+    for (int i = 0; i < cta.launch.num_taps && is_ffn && cta.here == 0; ++i) {
+      if (cta.launch.taps_layers[i] == l)
         tap = cta.launch.taps + (static_cast<size_t>(i) * sizes.rows + number) * width + 4 * cta.thread;
     }
     sum = 0.0f;
@@ -191,11 +191,10 @@ __device__ __forceinline__ void finish_expert_rows(const Cta& cta, Phase phase, 
       unpack(words[0], x);
     }
     if (quantized) {
-      float amax[1] = {0.0f};
+      float amax = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) amax[0] = fmaxf(amax[0], fabsf(x[i]));
-      reduce_over_consumers<1, true>(cta, amax, 1);
-      const RowScale row = RowScale::create(amax[0]);
+      for (int i = 0; i < 8; ++i) amax = fmaxf(amax, fabsf(x[i]));
+      const RowScale row = RowScale::create(reduce_over_consumers<true>(cta, amax, 1));
       quantize_eight(row, x);
       if (cta.thread == 0)
         store_relaxed(cta.own<uint32_t>(is_input ? buffers.moe_scale : buffers.hidden_scale) + item,
@@ -214,7 +213,11 @@ __device__ __forceinline__ void combine(const Cta& cta, int l) {
   const Buffers& buffers = cta.launch.buffers;
   const int width = sizes.moe_hidden, column = 8 * cta.thread;
   const bool there = column < width;
+  // This thread's columns of each routed row, for the second pass over them.
+  uint4* kept = reinterpret_cast<uint4*>(cta.shared.partial) + cta.thread;
+  static_assert(kMaxTopK * kConsumers * sizeof(uint4) <= sizeof(SharedStorage::partial), "the routed rows of a row");
   MUSE_FOR_OWN_ROWS(number) {
+    consumer_barrier();  // what lay there has been read, as have the sums of the row before
     const uint4* from[kMaxTopK];
     bool wanted[kMaxTopK];
     uint4 words[kMaxTopK];
@@ -238,21 +241,24 @@ __device__ __forceinline__ void combine(const Cta& cta, int l) {
       unpack(words[k], x);
 #pragma unroll
       for (int i = 0; i < 8; ++i) sums[k] += x[i] * scale[i] * (x[i] * scale[i]);
+      kept[k * kConsumers] = words[k];
     }
-    reduce_over_consumers<kMaxTopK>(cta, sums, 0);
-#pragma unroll
-    for (int k = 0; k < kMaxTopK; ++k) {
-      if (k >= sizes.top_k) continue;
-      const float factor = rsqrtf(divide(sums[k], static_cast<float>(width)) + sizes.post_eps),
-                  weight = cta.shared.experts.weights[number][k];
+    const int its = cta.lane / 4;  // the routed row whose sum this lane gets
+    const float of_warp = sum_eight_over_warp(cta, sums);
+    if (cta.lane % 4 == 0) cta.shared.reduced[0][its][cta.warp] = of_warp;
+    consumer_barrier();
+    const float sum = sum_of_reduced(cta, 0, its);
+    const float factor = rsqrtf(divide(sum, static_cast<float>(width)) + sizes.post_eps);
+#pragma unroll 1
+    for (int k = 0; k < sizes.top_k; ++k) {
+      const float its_factor = __shfl_sync(0xffffffffu, factor, 4 * k), weight = cta.shared.experts.weights[number][k];
       float x[8];
-      unpack(words[k], x);
+      unpack(kept[k * kConsumers], x);
 #pragma unroll
-      for (int i = 0; i < 8; ++i) mixed[i] += x[i] * scale[i] * factor * weight;
+      for (int i = 0; i < 8; ++i) mixed[i] += x[i] * scale[i] * its_factor * weight;
     }
     uint16_t* to = cta.own<uint16_t>(buffers.mixed) + number * width + column;
     if (there) store_relaxed(reinterpret_cast<uint4*>(to), pack(mixed));
-    consumer_barrier();  // before the sums of the next row
   }
 }
 
