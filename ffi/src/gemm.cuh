@@ -47,27 +47,29 @@ __device__ __forceinline__ constexpr int column_of_steps(Kind kind, int i, int q
 template <Kind kKind, int kSize>
 __device__ __forceinline__ void load_fragments(const Cta& cta, const uint16_t* const (&rows)[2], int k, int k_end,
                                                uint4 (&to)[kSize]) {
-  const uint32_t zero = cta.sizes().ranks >> 16;
   constexpr int kPairs = steps_of(kKind) / 2, kAtOnce = kPairs < 4 ? kPairs : 4;
   const int q = cta.lane % 4;
+  // An MMA's four registers lie side by side. Words that were only renamed would stay where they were loaded, and be
+  // copied for each MMA; so an operation puts them where they belong, with a zero that the compiler does not know.
+  const uint32_t zero = cta.sizes().ranks >> 16;
   // Of this lane's columns, counted from its first one.
   const uint16_t* const begin[2] = {rows[0] + k + column_of_steps(kKind, 0, q),
                                     rows[1] + k + column_of_steps(kKind, 0, q)};
-  int end[2];
+  int columns[2];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) end[i] = rows[i] != nullptr ? k_end - k - column_of_steps(kKind, 0, q) : 0;
+  for (int i = 0; i < 2; ++i) columns[i] = rows[i] != nullptr ? k_end - k - column_of_steps(kKind, 0, q) : 0;
 #pragma unroll
   for (int first = 0; first < kPairs; first += kAtOnce) {
     const uint4* from[2 * kAtOnce];
-    bool wanted[2 * kAtOnce];
+    int at[2 * kAtOnce], end[2 * kAtOnce];
     uint4 words[2 * kAtOnce];
 #pragma unroll
     for (int i = 0; i < 2 * kAtOnce; ++i) {
-      const int column = column_of_steps(kKind, first + i / 2, 0);
-      from[i] = reinterpret_cast<const uint4*>(begin[i % 2] + column);
-      wanted[i] = column < end[i % 2];
+      at[i] = column_of_steps(kKind, first + i / 2, 0);
+      end[i] = columns[i % 2];
+      from[i] = reinterpret_cast<const uint4*>(begin[i % 2] + at[i]);
     }
-    receive(cta.waiting, from, wanted, words);
+    receive(cta.waiting, from, at, end, words);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const uint4 &low = words[2 * i], &high = words[2 * i + 1];
@@ -82,15 +84,16 @@ template <int kSize>
 __device__ __forceinline__ void load_fragments_of_fp32(const Cta& cta, const uint16_t* const (&rows)[2], int k,
                                                        int k_end, uint4 (&to)[kSize]) {
   const uint2* from[4];
-  bool wanted[4];
+  int at[4], end[4];
   uint2 words[4];
+  const int q = cta.lane % 4;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int column = k + 16 * (i / 2) + 4 * (cta.lane % 4);
-    from[i] = reinterpret_cast<const uint2*>(rows[i % 2] + column);
-    wanted[i] = rows[i % 2] != nullptr && column < k_end;
+    at[i] = 16 * (i / 2);
+    end[i] = rows[i % 2] != nullptr ? k_end - k - 4 * q : 0;
+    from[i] = reinterpret_cast<const uint2*>(rows[i % 2] + k + 4 * q + at[i]);
   }
-  receive(cta.waiting, from, wanted, words);
+  receive(cta.waiting, from, at, end, words);
 #pragma unroll
   for (int i = 0; i < 2; ++i)
     to[i] = make_uint4(words[2 * i].x, words[2 * i + 1].x, words[2 * i].y, words[2 * i + 1].y);
@@ -223,14 +226,15 @@ __device__ __forceinline__ float2 sum_of_parts(const Cta& cta, const float* from
 #pragma unroll 1
   for (int first = 0; first < parts; first += kAtOnce) {
     const uint2* froms[kAtOnce];
-    bool is_wanted[kAtOnce];
+    int at[kAtOnce], end[kAtOnce];
     uint2 words[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       froms[i] = reinterpret_cast<const uint2*>(from + (first + i) * stride);
-      is_wanted[i] = wanted && first + i < parts;
+      at[i] = i;
+      end[i] = wanted ? parts - first : 0;
     }
-    receive(cta.waiting, froms, is_wanted, words);
+    receive(cta.waiting, froms, at, end, words);
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {  // what is not wanted is zero
       sum.x += __uint_as_float(words[i].x);

@@ -124,34 +124,35 @@ __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* from) {
   return v;
 }
 
-// Where it is not wanted v stays as it is. No branches, so that a warp's loads follow each other.
-__device__ __forceinline__ void load_relaxed(const uint4* from, bool wanted, uint4& v) {
+// Loads where at < end, else v stays as it is. No branches, so that a warp's loads follow each other, and no predicates
+// that would have to be kept.
+__device__ __forceinline__ void load_relaxed(const uint4* from, int at, int end, uint4& v) {
   asm volatile(
       "{\n .reg .pred p;\n"
-      " setp.ne.u32 p, %5, 0;\n"
+      " setp.lt.s32 p, %5, %6;\n"
       " @p ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
       : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
-      : "l"(from), "r"(static_cast<uint32_t>(wanted))
+      : "l"(from), "r"(at), "r"(end)
       : "memory");
 }
 
-__device__ __forceinline__ void load_relaxed(const uint2* from, bool wanted, uint2& v) {
+__device__ __forceinline__ void load_relaxed(const uint2* from, int at, int end, uint2& v) {
   asm volatile(
       "{\n .reg .pred p;\n"
-      " setp.ne.u32 p, %3, 0;\n"
+      " setp.lt.s32 p, %3, %4;\n"
       " @p ld.relaxed.sys.global.v2.u32 {%0, %1}, [%2];\n}"
       : "+r"(v.x), "+r"(v.y)
-      : "l"(from), "r"(static_cast<uint32_t>(wanted))
+      : "l"(from), "r"(at), "r"(end)
       : "memory");
 }
 
-__device__ __forceinline__ void load_relaxed(const uint32_t* from, bool wanted, uint32_t& v) {
+__device__ __forceinline__ void load_relaxed(const uint32_t* from, int at, int end, uint32_t& v) {
   asm volatile(
       "{\n .reg .pred p;\n"
-      " setp.ne.u32 p, %2, 0;\n"
+      " setp.lt.s32 p, %2, %3;\n"
       " @p ld.relaxed.sys.global.u32 %0, [%1];\n}"
       : "+r"(v)
-      : "l"(from), "r"(static_cast<uint32_t>(wanted))
+      : "l"(from), "r"(at), "r"(end)
       : "memory");
 }
 

@@ -37,10 +37,10 @@ __device__ __forceinline__ uint32_t largest(const uint2& v) { return max(v.x, v.
 __device__ __forceinline__ uint32_t largest(const uint4& v) { return max(max(v.x, v.y), max(v.z, v.w)); }
 
 // Loads words that another thread writes in this round. A whole warp calls it: it waits for the words of all its lanes,
-// so that it stays together. wanted: where false, the result is zero and nothing is read.
+// so that it stays together. Where at is not below end the result is zero and nothing is read.
 template <int kCount, typename Word>
 __device__ __forceinline__ void receive(const Waiting& waiting, const Word* const (&from)[kCount],
-                                        const bool (&wanted)[kCount], Word (&to)[kCount]) {
+                                        const int (&at)[kCount], const int (&end)[kCount], Word (&to)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) to[i] = {};
   bool done;
@@ -48,7 +48,7 @@ __device__ __forceinline__ void receive(const Waiting& waiting, const Word* cons
   do {
     uint32_t top = 0;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) load_relaxed(from[i], wanted[i], to[i]);
+    for (int i = 0; i < kCount; ++i) load_relaxed(from[i], at[i], end[i], to[i]);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) top = max(top, largest(to[i]));
     done = __all_sync(0xffffffffu, top != kAbsent || waiting.is_over());
@@ -56,7 +56,7 @@ __device__ __forceinline__ void receive(const Waiting& waiting, const Word* cons
       if (!done) {
 #pragma unroll 1
         do {
-          load_relaxed(from[0], wanted[0], to[0]);
+          load_relaxed(from[0], at[0], end[0], to[0]);
         } while (!__all_sync(0xffffffffu, largest(to[0]) != kAbsent || waiting.is_over()));
       }
     }
@@ -66,9 +66,9 @@ __device__ __forceinline__ void receive(const Waiting& waiting, const Word* cons
 template <typename Word>
 __device__ __forceinline__ Word receive(const Waiting& waiting, const Word* from, bool is_wanted = true) {
   const Word* const froms[1] = {from};
-  const bool wanted[1] = {is_wanted};
+  const int at[1] = {0}, end[1] = {is_wanted};
   Word to[1];
-  receive(waiting, froms, wanted, to);
+  receive(waiting, froms, at, end, to);
   return to[0];
 }
 

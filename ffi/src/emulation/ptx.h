@@ -76,8 +76,8 @@ inline void store_shared(uint32_t address, float x) { *reinterpret_cast<float*>(
 
 inline uint32_t load_relaxed(const uint32_t* from) { return *from; }
 template <typename Word>
-void load_relaxed(const Word* from, bool wanted, Word& v) {
-  if (wanted) v = *from;
+void load_relaxed(const Word* from, int at, int end, Word& v) {
+  if (at < end) v = *from;
 }
 template <typename Word>
 void store_relaxed(Word* to, Word v) {

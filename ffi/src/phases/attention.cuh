@@ -179,13 +179,9 @@ __device__ __forceinline__ void copy_rows(const Cta& cta, int kv_head) {
     const bool is_value = i >= kMaxRows * kHead / 8;
     const int row = i / (kHead / 8) % kMaxRows, chunk = i % (kHead / 8);
     const uint16_t* from = cta.own<uint16_t>(is_value ? buffers.v : buffers.k);
-    const uint4* const words_from[1] = {
-        reinterpret_cast<const uint4*>(from + (kv_head * kMaxRows + row) * kHead + 8 * chunk)};
-    const bool wanted[1] = {row < cta.sizes().rows};
-    uint4 words[1];
-    receive(cta.waiting, words_from, wanted, words);
-    *reinterpret_cast<uint4*>((is_value ? shared_values(cta) : shared_keys(cta)) + row * kKeyStride + 8 * chunk) =
-        words[0];
+    const uint4* words = reinterpret_cast<const uint4*>(from + (kv_head * kMaxRows + row) * kHead + 8 * chunk);
+    const uint4 word = receive(cta.waiting, words, row < cta.sizes().rows);
+    *reinterpret_cast<uint4*>((is_value ? shared_values(cta) : shared_keys(cta)) + row * kKeyStride + 8 * chunk) = word;
   }
 }
 
@@ -311,16 +307,17 @@ __device__ __forceinline__ void merge_attention(const Cta& cta, int l) {
 #pragma unroll 1
     for (int first = 0; first < parts; first += kAtOnce) {
       const uint2* from[2 * kAtOnce];
-      bool wanted[2 * kAtOnce];
+      int at[2 * kAtOnce], end[2 * kAtOnce];
       uint2 words[2 * kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const float* of_part = partial + (first + i) * stride;
         from[2 * i] = reinterpret_cast<const uint2*>(of_part + 2 * cta.lane);
         from[2 * i + 1] = reinterpret_cast<const uint2*>(of_part + kHead);
-        wanted[2 * i] = wanted[2 * i + 1] = first + i < parts;
+        at[2 * i] = at[2 * i + 1] = i;
+        end[2 * i] = end[2 * i + 1] = parts - first;
       }
-      receive(cta.waiting, from, wanted, words);
+      receive(cta.waiting, from, at, end, words);
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const float its_maximum = __uint_as_float(words[2 * i + 1].x);

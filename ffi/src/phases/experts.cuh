@@ -23,18 +23,19 @@ __device__ __forceinline__ void build_experts(const Cta& cta, int l) {
   const uint2* routing = cta.own<uint2>(cta.launch.buffers.routing) + cta.lane;
   const int slot = cta.lane % kMaxTopK, first_row = cta.lane / kMaxTopK;
   const uint2* from[kEach];
-  bool wanted[kEach];
+  int at_row[kEach], end[kEach];
   uint2 choice[kEach];
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     from[i] = routing + 32 * i;
-    wanted[i] = first_row + kRowsApart * i < sizes.rows && slot < sizes.top_k;
+    at_row[i] = kRowsApart * i;
+    end[i] = slot < sizes.top_k ? sizes.rows - first_row : 0;
   }
-  receive(cta.waiting, from, wanted, choice);
+  receive(cta.waiting, from, at_row, end, choice);
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     choice[i].x = min(choice[i].x, static_cast<uint32_t>(sizes.experts - 1));  // whatever comes after an abort
-    if (wanted[i]) atomicOr(&shared.chosen[choice[i].x / 32], 1u << choice[i].x % 32);
+    if (at_row[i] < end[i]) atomicOr(&shared.chosen[choice[i].x / 32], 1u << choice[i].x % 32);
   }
   __syncwarp();
   // Lane i has word i of the chosen experts, and how many there are before it.
@@ -52,7 +53,7 @@ __device__ __forceinline__ void build_experts(const Cta& cta, int l) {
     const int id = static_cast<int>(choice[i].x);
     const uint32_t its_word = __shfl_sync(0xffffffffu, word, id / 32);
     const int at = __shfl_sync(0xffffffffu, before, id / 32) + __popc(its_word & ((1u << id % 32) - 1));
-    if (!wanted[i]) continue;
+    if (at_row[i] >= end[i]) continue;
     experts.ids[at] = static_cast<uint8_t>(id);
     experts.slot_of[at][first_row + kRowsApart * i] = static_cast<int8_t>(slot);
     experts.weights[first_row + kRowsApart * i][slot] = __uint_as_float(choice[i].y);

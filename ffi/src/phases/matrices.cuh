@@ -202,12 +202,13 @@ __device__ __forceinline__ void run_matrices(const Cta& cta, Consumer& consumer,
       const int tiles = work.tiles_in(slice);
       if (cta.warp < tiles && (wanted != loaded || end - first > 1)) {
         const uint16_t* rows[2];
-        rows_of_unit(cta.forgetful(), geometry, is_down, unit.part, rows);
+        const Cta now = cta.forgetful();
+        rows_of_unit(now, geometry, is_down, unit.part, rows);
         const int k_tile = slice * geometry.slice_tiles + cta.warp;
-        if (is_bf16) load_fragments<Kind::kBf16>(cta, rows, k_tile * tile_k(Kind::kBf16), geometry.width, mine.x);
+        if (is_bf16) load_fragments<Kind::kBf16>(now, rows, k_tile * tile_k(Kind::kBf16), geometry.width, mine.x);
         else if (work.kind == Kind::kNvfp4)
-          load_fragments<Kind::kNvfp4>(cta, rows, k_tile * tile_k(Kind::kNvfp4), geometry.width, mine.x);
-        else load_fragments_of_fp32(cta, rows, k_tile * tile_k(Kind::kFp32), geometry.width, mine.x);
+          load_fragments<Kind::kNvfp4>(now, rows, k_tile * tile_k(Kind::kNvfp4), geometry.width, mine.x);
+        else load_fragments_of_fp32(now, rows, k_tile * tile_k(Kind::kFp32), geometry.width, mine.x);
       }
       const bool has_stage = stage < divide_up(tiles, kTilesPerStage);
       if (has_stage)
@@ -233,8 +234,6 @@ __device__ __forceinline__ void run_matrices(const Cta& cta, Consumer& consumer,
     for (int half = 0; half < 2; ++half) {
       if (cta.warp < warps) {
         uint32_t to = sums + half * static_cast<uint32_t>(sizeof(SharedStorage::partial) / 2);
-        forget(to);
-        forget(tile.chunks[1]);
         if (is_bf16) {
 #pragma unroll
           for (int g = 0; g < 8; ++g) {

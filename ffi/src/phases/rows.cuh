@@ -79,22 +79,23 @@ __device__ __forceinline__ void finish_rows(const Cta& cta, Phase phase, int l) 
   MUSE_FOR_OWN_ROWS(number) {
     if (is_embed) send_embedding(cta, number);
     const uint4* from[kPieces];
-    bool wanted[kPieces];
+    int at_column[kPieces], end[kPieces];
     uint4 words[kPieces];
     const uint32_t* row = cta.own<uint32_t>(phase == Phase::kPostAttention ? buffers.o_sum : buffers.branch) +
                           number * width + 4 * cta.thread;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       from[i] = reinterpret_cast<const uint4*>(row + i * kColumnsAtOnce);
-      wanted[i] = 4 * cta.thread + i * kColumnsAtOnce < width;
+      at_column[i] = i * kColumnsAtOnce;
+      end[i] = width - 4 * cta.thread;
     }
-    receive(cta.waiting, from, wanted, words);
+    receive(cta.waiting, from, at_column, end, words);
     float4 x[kPieces];  // columns beyond the row are zero
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       x[i] = to_floats(words[i]);
-      if (is_ffn && wanted[i]) x[i] = x[i] * load4(scale + 4 * cta.thread + i * kColumnsAtOnce);
+      if (is_ffn && at_column[i] < end[i]) x[i] = x[i] * load4(scale + 4 * cta.thread + i * kColumnsAtOnce);
       sum += squares(x[i]);
     }
     const float factor = rms_factor(cta, sum, width, is_embed ? sizes.rms_eps : sizes.post_eps, 0);
@@ -112,7 +113,7 @@ __device__ __forceinline__ void finish_rows(const Cta& cta, Phase phase, int l) 
     sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      if (!wanted[i]) continue;
+      if (at_column[i] >= end[i]) continue;
       const int at = i * kColumnsAtOnce, column = 4 * cta.thread + at;
       x[i] = x[i] * factor;
       if (!is_embed) {
@@ -131,7 +132,7 @@ __device__ __forceinline__ void finish_rows(const Cta& cta, Phase phase, int l) 
                    number * width + 4 * cta.thread;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
-      if (!wanted[i]) continue;
+      if (at_column[i] >= end[i]) continue;
       const float4 normed = x[i] * next * load4(next_scale + 4 * cta.thread + i * kColumnsAtOnce);
       store_relaxed(reinterpret_cast<uint2*>(to + i * kColumnsAtOnce), to_bf16x4(normed));
     }
@@ -171,9 +172,9 @@ __device__ __forceinline__ void finish_expert_rows(const Cta& cta, Phase phase, 
     if (is_input) {
       const uint4* row = reinterpret_cast<const uint4*>(cta.own<uint32_t>(buffers.pooled) + item * width + column);
       const uint4* const from[2] = {row, row + 1};
-      const bool both[2] = {wanted, wanted};
+      const int at[2] = {0, 0}, end[2] = {wanted, wanted};
       uint4 words[2];
-      receive(cta.waiting, from, both, words);
+      receive(cta.waiting, from, at, end, words);
       const float4 low = to_floats(words[0]), high = to_floats(words[1]);
       const float factor = rms_factor(cta, squares(low) + squares(high), width, sizes.rms_eps, 0);
       if (wanted) {
@@ -183,12 +184,8 @@ __device__ __forceinline__ void finish_expert_rows(const Cta& cta, Phase phase, 
         unpack(make_uint4(first.x, first.y, second.x, second.y), x);
       }
     } else {
-      const uint4* const from[1] = {
-          reinterpret_cast<const uint4*>(cta.own<uint16_t>(buffers.hidden) + item * width + column)};
-      const bool one[1] = {wanted};
-      uint4 words[1];
-      receive(cta.waiting, from, one, words);
-      unpack(words[0], x);
+      const uint16_t* row = cta.own<uint16_t>(buffers.hidden) + item * width + column;
+      unpack(receive(cta.waiting, reinterpret_cast<const uint4*>(row), wanted), x);
     }
     if (quantized) {
       float amax = 0.0f;
@@ -219,15 +216,16 @@ __device__ __forceinline__ void combine(const Cta& cta, int l) {
   MUSE_FOR_OWN_ROWS(number) {
     consumer_barrier();  // what lay there has been read, as have the sums of the row before
     const uint4* from[kMaxTopK];
-    bool wanted[kMaxTopK];
+    int at[kMaxTopK], end[kMaxTopK];
     uint4 words[kMaxTopK];
 #pragma unroll
     for (int k = 0; k < kMaxTopK; ++k) {
       from[k] =
           reinterpret_cast<const uint4*>(cta.own<uint16_t>(buffers.down) + (number * sizes.top_k + k) * width + column);
-      wanted[k] = k < sizes.top_k && there;
+      at[k] = k;
+      end[k] = there ? sizes.top_k : 0;
     }
-    receive(cta.waiting, from, wanted, words);
+    receive(cta.waiting, from, at, end, words);
     float scale[8] = {}, sums[kMaxTopK] = {}, mixed[8] = {};
     if (there) {
       const float* norm = cta.vector(l, &LayerOffsets::post_expert_norm) + column;
