@@ -39,7 +39,8 @@ struct Experts {
 
 struct SharedStorage {
   alignas(1024) uint8_t stages[kStages][kStageBytes];
-  // Partial sums of the warps, two halves of a unit in turn. Attention has its keys, values and partial results here.
+  // Partial sums of the warps, two halves of a unit in turn. Attention has its keys, values and partial results here,
+  // combine its routed rows.
   alignas(16) float partial[2][kConsumerWarps][kMaxRows][kHalfStride];
   Experts experts;
   alignas(16) float reduced[2][kMaxTopK][kConsumerWarps];

@@ -8,6 +8,8 @@
 // Hidden keys get probability 0, whatever their slots hold: what no row sees is replaced by zeros.
 #pragma once
 
+#include <climits>
+
 #include "../gemm.cuh"
 
 namespace muse {
@@ -73,10 +75,37 @@ __device__ __forceinline__ uint16_t* shared_keys(const Cta& cta) {
 }
 __device__ __forceinline__ uint16_t* shared_values(const Cta& cta) { return shared_keys(cta) + kKeyBlock * kKeyStride; }
 
-// Takes 16 keys from `first` on into a softmax. visible(row, key): whether the row, one of the step, sees it.
-template <typename Visible>
+// What rows lane / 4 and lane / 4 + 8 see: positions from `oldest` on, and of each 16 keys those whose bits are set, in
+// which bit 0 is key 2 (lane % 4).
+struct Sight {
+  int oldest[2];
+  uint32_t keys[2];
+
+  // is_rows: of the step's own rows, else of committed keys.
+  __device__ static Sight create(const Cta& cta, bool sliding, bool is_rows) {
+    const int rows = cta.sizes().rows;
+    Sight sight = {{INT_MAX, INT_MAX}, {0xffffu, 0xffffu}};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = cta.lane / 4 + 8 * i;
+      if (row >= rows) continue;
+      sight.oldest[i] = sliding ? max(cta.launch.positions[row] - cta.sizes().window + 1, 0) : 0;
+      if (!is_rows) continue;
+      sight.keys[i] = 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int bit = 8 * (j / 2) + j % 2, key = bit + 2 * (cta.lane % 4);
+        const bool seen = key < rows && cta.launch.visible[row * rows + key];
+        sight.keys[i] |= static_cast<uint32_t>(seen) << bit;
+      }
+    }
+    return sight;
+  }
+};
+
+// Takes 16 keys from `first` on into a softmax.
 __device__ __forceinline__ void attend_keys(const Cta& cta, int first, const uint4 (&query)[steps_of(Kind::kBf16)],
-                                            const Visible& visible, PartialAttention& part) {
+                                            const Sight& sight, PartialAttention& part) {
   constexpr int kGroups = kKeysAtOnce / 8;
   const uint32_t keys = shared_address(shared_keys(cta) + first * kKeyStride);
   const uint32_t values = shared_address(shared_values(cta) + first * kKeyStride);
@@ -96,8 +125,8 @@ __device__ __forceinline__ void attend_keys(const Cta& cta, int first, const uin
   for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int row = r + 8 * (i / 2);
-      const bool seen = row < cta.sizes().rows && visible(row, first + 8 * g + 2 * q + i % 2);
+      const int position = cta.shared.key_positions[first + 8 * g + 2 * q + i % 2];
+      const bool seen = position >= sight.oldest[i / 2] && (sight.keys[i / 2] & 1u << (8 * g + i % 2)) != 0;
       score[g][i] = seen ? score[g][i] * cta.sizes().score_scale : -INFINITY;
       maximum[i / 2] = fmaxf(maximum[i / 2], score[g][i]);
     }
@@ -174,13 +203,14 @@ __device__ __forceinline__ void copy_block(const Cta& cta, const Layer& layer, i
 // The step's own rows.
 __device__ __forceinline__ void copy_rows(const Cta& cta, int kv_head) {
   const Buffers& buffers = cta.launch.buffers;
-  const int i = cta.thread;
+  const int i = cta.thread, rows = cta.sizes().rows;
+  if (i < kMaxRows) cta.shared.key_positions[i] = i < rows ? cta.launch.positions[i] : -1;
   if (cta.warp < 2 * kMaxRows * kHead / 8 / 32) {
     const bool is_value = i >= kMaxRows * kHead / 8;
     const int row = i / (kHead / 8) % kMaxRows, chunk = i % (kHead / 8);
     const uint16_t* from = cta.own<uint16_t>(is_value ? buffers.v : buffers.k);
     const uint4* words = reinterpret_cast<const uint4*>(from + (kv_head * kMaxRows + row) * kHead + 8 * chunk);
-    const uint4 word = receive(cta.waiting, words, row < cta.sizes().rows);
+    const uint4 word = receive(cta.waiting, words, row < rows);
     *reinterpret_cast<uint4*>((is_value ? shared_values(cta) : shared_keys(cta)) + row * kKeyStride + 8 * chunk) = word;
   }
 }
@@ -255,6 +285,7 @@ __device__ __forceinline__ void run_attention(const Cta& cta, Consumer& consumer
     PartialAttention part;
     const bool is_rows = split == plan.splits;
     const int begin = is_rows ? 0 : split * plan.blocks_per_split, end = is_rows ? 1 : plan.end_of_split(split);
+    const Sight sight = Sight::create(cta, sliding, is_rows);
     const int num_keys = !is_rows ? keys_per_part : part_index == 0 ? kKeysAtOnce : 0;
 #pragma unroll 1
     for (int block = begin; block < end; ++block) {
@@ -272,16 +303,7 @@ __device__ __forceinline__ void run_attention(const Cta& cta, Consumer& consumer
 #pragma unroll 1
       for (int key = part_index * keys_per_part; works && key < part_index * keys_per_part + num_keys;
            key += kKeysAtOnce) {
-        attend_keys(
-            cta, key, query,
-            [&](int row, int key) {
-              int position = cta.shared.key_positions[key];
-              if (is_rows)
-                position =
-                    key < sizes.rows && cta.launch.visible[row * sizes.rows + key] ? cta.launch.positions[key] : -1;
-              return position >= 0 && (!sliding || cta.launch.positions[row] - position < sizes.window);
-            },
-            part);
+        attend_keys(cta, key, query, sight, part);
       }
       consumer_barrier();  // before the next block is copied
     }
