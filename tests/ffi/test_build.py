@@ -286,6 +286,16 @@ def test_cuda_kernels(source, capsys):
 
 
 @needs_nvcc
+@pytest.mark.parametrize("arch", build.ARCHITECTURES)
+def test_the_megakernel_fits_an_instruction_cache(arch):
+    """All phases go by within a layer: code beyond 128 KiB, or a spill in a loop over weights, would be paid for in each."""
+    kernels = json.loads((build.find_or_build(True) / "kernels.json").read_text())["kernels"]
+    (kernel,) = (kernel for kernel in kernels if kernel["arch"] == arch and "17decode_megakernelE" in kernel["kernel"])
+    assert kernel["spill_bytes"] == 0
+    assert 0 < kernel["code_bytes"] <= 131072
+
+
+@needs_nvcc
 def test_broken_kernels(source, tmp_path):
     (source / "src" / "kernels.cu").write_text(KERNELS + "__global__ void broken() { no_such_name(); }\n")
     with pytest.raises(build.BuildError, match="no_such_name"):
