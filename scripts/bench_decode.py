@@ -4,11 +4,14 @@
     python scripts/bench_decode.py --shape full --layers 2 --draft                          any GPU
     python scripts/bench_decode.py                                                          a toy, on a CPU
     python scripts/bench_decode.py --shape full --layers 4 --draft --backend xla,pallas --plot step.png     side by side
+    python scripts/bench_decode.py --shape full --backend xla,megakernel --plan         memory that each needs; on any machine
 
 The device plays rank 0 of --tp: it has that rank's part of every weight and of the caches and does all of its work. There are
 no other ranks; where data of theirs would arrive it finds its own (loopback), so what it computes means nothing, and what
 waiting for others takes is not in the times. Every layer reads exactly --routing distinct experts, which are an input. Of
-several backends each has the device for itself, one after the other.
+several backends each has the device for itself, one after the other. All have the same weights, such that it makes no
+difference which of its own data a rank takes for another's; the megakernel keeps them packed. It is the CUDA kernel on a GPU;
+on a CPU its plain reference, whose times say nothing.
 
     verdict    first: logits, keys and values of two layers against the same weights in fp32, by plain XLA for all backends
     verify     one target forward over --rows nodes, choice, acceptance, and the caches' update: from the end of one step to the
@@ -16,7 +19,8 @@ several backends each has the device for itself, one after the other.
     step       the same after the draft (--draft)
     speed-up   the first backend's time over that of this one
     paths      of each operation that a backend has a kernel for: whether it ran, and if not, why
-    bytes      weights that a step must read (layout), of the experts those chosen, and keys and values of the context
+    bytes      weights that a step must read (layout), of the experts those chosen, and keys and values of the context; the
+               same for all backends (packed_bytes: the megakernel's weights as it keeps them, with what fills up its tiles)
     bandwidth  what a reduction over a large array reads per second on this device, in the same run
     launches   kernels and copies of one step, counted in a profiler trace, as what follows (GPU only)
     kernels    how long they ran, added up (device_ms)
@@ -31,9 +35,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import gc
 import itertools
 import json
+import math
+import os
 import statistics
 import sys
 import time
@@ -51,6 +58,7 @@ from show_collectives import full_size, num_rows
 if TYPE_CHECKING:  # JAX takes seconds to import, a mistyped option should not
     import jax
     import numpy as np
+    from loopback_megakernel import LoopbackMegakernel
     from matplotlib.figure import Figure
 
     from muse_jax.config import ModelConfig
@@ -63,6 +71,7 @@ NAME = "bench_decode.py"
 WARM_UP = 5
 MAX_STEPS = 10_000  # each of them takes slots of the caches
 VERDICT_LAYERS = 2
+STREAMED_BYTES = 4 << 30  # on a GPU
 # Root mean square of the difference over that of the values. A value is rounded 25 times on the way through two layers to a
 # logit, each time by up to 2^-9 of its size: 0.05 if all errors added up; 0.01 to 0.02 were seen.
 VERDICT_TOLERANCE = 25 * 2.0**-9
@@ -76,12 +85,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.plan:
+        plans = [plan(*shape(args), args, backend) for backend in args.backend]
+        for each in plans:
+            print(describe_plan(each))
+        if args.json:
+            print(json.dumps({"plans": plans}))
+        return 0
     figures = bench(args)
     if args.plot is not None:
         write_picture(args.plot, draw(figures))
     if args.json:
         print(json.dumps(figures))
-    return 0 if all(result["verdict"]["good"] for result in figures["results"]) else FAILED
+    return 0 if all(result["verdict"]["good"] and "failure" not in result for result in figures["results"]) else FAILED
 
 
 def bench(args: argparse.Namespace) -> dict[str, Any]:
@@ -90,10 +106,13 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     Raises: ValueError for settings that do not fit, or that a backend does not do.
     """
     import jax
+    import loopback_megakernel
 
     if args.plot is not None:
         check_plot(args.plot)
     config, draft_config = shape(args)
+    if args.memory_fraction is not None:
+        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(args.memory_fraction)
     device = jax.devices()[0]
     if args.shape == "full" and device.platform != "gpu":
         raise ValueError(f"--shape full needs an NVIDIA GPU, found {device.platform}; --shape tiny runs everywhere")
@@ -112,19 +131,28 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
         "jax": jax.__version__,
     }
     report(", ".join(f"{name} {value}" for name, value in conditions.items()))
+    if "megakernel" in args.backend:  # before anything else takes time
+        megakernel(config, args).prepare(config, args.activations)
+    check_memory([plan(config, draft_config, args, backend) for backend in args.backend], device)
     bandwidth = streaming_bandwidth()
     report(f"streaming: {bandwidth / 1e12:.3f} TB/s")
     bytes_read = step_bytes(config, draft_config, args)
     expected = reference(config, args)
     results: list[dict[str, Any]] = []
     for backend in args.backend:
-        result = {"backend": backend}
+        result: dict[str, Any] = {"backend": backend}
+        if backend == "megakernel":
+            how = megakernel(config, args)
+            called = how.verify_config(config, args.activations, ())
+            result |= {"implementation": how.implementation, "layers_per_launch": args.layers_per_launch}
+            result["packed_bytes"] = loopback_megakernel.bytes_read(called, args.routing)
         try:
             result["verdict"] = verdict = judge(config, args, backend, expected)
-            report(f"{backend}: verdict {'good' if verdict['good'] else 'BAD'}, {verdict['differences']}")
+            of_call = f", {verdict['failure']}" if "failure" in verdict else ""
+            report(f"{backend}: verdict {'good' if verdict['good'] else 'BAD'}, {verdict['differences']}{of_call}")
             if verdict["good"]:
                 result |= measure(config, draft_config, args, backend, bytes_read, bandwidth)
-                for line in describe_paths(result["paths"]):
+                for line in describe_paths(result["paths"]) + ([result["failure"]] if "failure" in result else []):
                     report(f"{backend}: {line}")
         except NotImplementedError as error:
             raise ValueError(f"--backend {backend}: {error}") from error
@@ -143,14 +171,15 @@ def speed_up(result: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
 
 def shape(args: argparse.Namespace) -> tuple[ModelConfig, DraftConfig | None]:
     """The config to measure and its draft's. Raises ValueError for settings that do not fit it."""
-    from muse_jax.config import TINY
+    from muse_jax.config import TINY, MLPKind
 
     if args.shape == "full":
         config, draft = full_size()
     else:
         sizes = {"moe_hidden_size": 128, "moe_intermediate_size": 256, "num_attention_heads": 16, "num_key_value_heads": 8}
         sizes |= {"num_local_experts": 16, "num_experts_per_tok": 4}
-        config, draft = dataclasses.replace(TINY, **sizes, nvfp4_layers=(1,)), None
+        kinds = (MLPKind.SPARSE,) * TINY.num_hidden_layers
+        config, draft = dataclasses.replace(TINY, **sizes, mlp_layer_types=kinds, nvfp4_layers=(1,)), None
     layers = min(args.layers or config.num_hidden_layers, config.num_hidden_layers)
     if args.layers is not None and args.layers > layers:
         raise ValueError(f"--layers {args.layers}: the {args.shape} shape has {layers}")
@@ -168,6 +197,8 @@ def shape(args: argparse.Namespace) -> tuple[ModelConfig, DraftConfig | None]:
             f"--routing {args.routing}: {args.rows} rows of {config.num_experts_per_tok} experts each can choose "
             f"{config.num_experts_per_tok} to {most} distinct ones"
         )
+    if "megakernel" in args.backend:
+        megakernel(config, args).check(config, args.dtype, args.rows, args.activations)
     return config, draft if args.draft else None
 
 
@@ -234,23 +265,29 @@ def make_nodes(model: Model, args: argparse.Namespace) -> Tree:
     return tree.chain(jnp.ones(1, jnp.int32), tokens, jnp.zeros(tokens.shape, jnp.float32))
 
 
-def make_routing(config: ModelConfig, args: argparse.Namespace) -> list[Routing | None]:
+def make_routing(config: ModelConfig, args: argparse.Namespace) -> list[Routing]:
     """For each layer experts of which exactly `routing` are distinct, in different places, with random weights."""
     import jax.numpy as jnp
     import numpy as np
 
-    from muse_jax.config import MLPKind
-
     rng, top_k = np.random.default_rng(0), config.num_experts_per_tok
-    routing: list[Routing | None] = []
-    for kind in config.mlp_layer_types:
+    routing: list[Routing] = []
+    for _ in range(config.num_hidden_layers):
         chosen = rng.permutation(config.num_local_experts)[: args.routing]
         # Dealt in turn, so that the experts of a row are distinct.
         idx = np.resize(chosen, (args.rows, top_k))
         weights = rng.random((args.rows, top_k), np.float32) + 0.1
         weights *= config.routed_scaling_factor / weights.sum(axis=1, keepdims=True)
-        routing.append((jnp.asarray(idx, jnp.int32), jnp.asarray(weights)) if kind == MLPKind.SPARSE else None)
+        routing.append((jnp.asarray(idx, jnp.int32), jnp.asarray(weights)))
     return routing
+
+
+def routing_for(backend: str, config: ModelConfig, args: argparse.Namespace) -> list[Routing] | Routing:
+    """`make_routing` as a backend takes it: the megakernel all layers in one, so that a step need not put them together."""
+    import jax.numpy as jnp
+
+    routing = make_routing(config, args)
+    return tuple(map(jnp.stack, zip(*routing, strict=True))) if backend == "megakernel" else routing
 
 
 # ------------------------------------------------------------------------------------------------------------- what is said
@@ -259,8 +296,33 @@ def make_routing(config: ModelConfig, args: argparse.Namespace) -> list[Routing 
 def build(config: ModelConfig, draft_config: DraftConfig | None, args: argparse.Namespace, backend: str) -> Model:
     """Rank 0's part with random weights, which are the same for all backends."""
     gc.collect()  # no cycle may keep an earlier model: two of them are more than a device has
-    model = random_models.rank_zero(config, draft_config, args.tp, args.dtype, args.rows, args.activations, backend=backend)
+    settings = args.tp, args.dtype, args.rows, args.activations
+    how = megakernel(config, args) if backend == "megakernel" else backend
+    model = random_models.rank_zero(config, draft_config, *settings, backend=how)
     return dataclasses.replace(model, num_rows=args.rows)
+
+
+def megakernel(config: ModelConfig, args: argparse.Namespace, platform: str | None = None) -> LoopbackMegakernel:
+    """For `rank_zero`, not prepared.  platform: of the device."""
+    import jax
+    from loopback_megakernel import LoopbackMegakernel
+
+    return LoopbackMegakernel(args.tp, platform or jax.default_backend(), args.layers_per_launch)
+
+
+def call_status(model: Model) -> jax.Array | None:
+    """While a function is traced: the status of the call of the megakernel that it has made; None of other backends."""
+    statuses = getattr(model.module.backend, "statuses", None)
+    return statuses.pop() if statuses else None
+
+
+def problem_in(statuses: Sequence[jax.Array | None]) -> str | None:
+    """Of the first call that gave up."""
+    import loopback_megakernel
+    import numpy as np
+
+    problems = (loopback_megakernel.problem_of(np.asarray(status)) for status in statuses if status is not None)
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def reference(config: ModelConfig, args: argparse.Namespace) -> list[np.ndarray]:
@@ -280,7 +342,7 @@ def reference(config: ModelConfig, args: argparse.Namespace) -> list[np.ndarray]
     module = MuseSpark(config, dtype=jnp.dtype(jnp.float32), activations=args.activations, sharding=model.module.sharding)
     graph, _ = nnx.split(module)
     wide = dataclasses.replace(model, graph=graph, params=widen(model.params))
-    return outcome(wide, widen(make_state(model, args)), make_nodes(model, args), make_routing(config, args))
+    return outcome(wide, widen(make_state(model, args)), make_nodes(model, args), make_routing(config, args))[0]
 
 
 def judge(config: ModelConfig, args: argparse.Namespace, backend: str, expected: list[np.ndarray]) -> dict[str, Any]:
@@ -289,26 +351,30 @@ def judge(config: ModelConfig, args: argparse.Namespace, backend: str, expected:
 
     config = first_layers(config, min(VERDICT_LAYERS, config.num_hidden_layers))
     model = build(config, None, args, backend)
-    found = outcome(model, make_state(model, args), make_nodes(model, args), make_routing(config, args))
+    found, problem = outcome(model, make_state(model, args), make_nodes(model, args), routing_for(backend, config, args))
     differences = {}
     for name, ours, exact in zip(("logits", "keys and values"), found, expected, strict=True):
         differences[name] = float(np.sqrt(np.mean(np.square(ours - exact)) / np.mean(np.square(exact))))
-    good = all(np.isfinite(value) and value <= VERDICT_TOLERANCE for value in differences.values())
-    return {"good": good, "differences": differences, "tolerance": VERDICT_TOLERANCE, "layers": config.num_hidden_layers}
+    good = problem is None and all(np.isfinite(value) and value <= VERDICT_TOLERANCE for value in differences.values())
+    verdict = {"good": good, "differences": differences, "tolerance": VERDICT_TOLERANCE, "layers": config.num_hidden_layers}
+    return verdict | ({} if problem is None else {"failure": problem})
 
 
-def outcome(model: Model, state: DecodeState, nodes: Tree, routing: list[Routing | None]) -> list[np.ndarray]:
-    """All logits of a step, and all its keys and values, as fp32."""
+def outcome(
+    model: Model, state: DecodeState, nodes: Tree, routing: list[Routing] | Routing
+) -> tuple[list[np.ndarray], str | None]:
+    """All logits of a step, and all its keys and values, as fp32; why the call gave up, None: it did not."""
     import jax
     import numpy as np
 
     from muse_jax import decoding
 
-    run = jax.jit(lambda model, state, nodes, routing: decoding.verify(model, state, nodes, routing)[:2])
-    return [
-        np.concatenate([np.ravel(np.asarray(x, np.float32)) for x in jax.tree.leaves(each)])
-        for each in run(model, state, nodes, routing)
-    ]
+    def run(model: Model, state: DecodeState, nodes: Tree, routing: Any) -> tuple:
+        return decoding.verify(model, state, nodes, routing)[:2], call_status(model)
+
+    found, status = jax.jit(run)(model, state, nodes, routing)
+    values = [np.concatenate([np.ravel(np.asarray(x, np.float32)) for x in jax.tree.leaves(each)]) for each in found]
+    return values, problem_in([status])
 
 
 def measure(
@@ -322,36 +388,56 @@ def measure(
     """The times of a backend. All that it puts on the device is gone when it returns."""
     import jax
 
-    from muse_jax import decoding
-
     model = build(config, draft_config, args, backend)
-    nodes, routing = make_nodes(model, args), make_routing(config, args)
-    target_only = dataclasses.replace(model, draft_params=None, draft_graph=None)
-
-    def verify(model: Model, state: DecodeState, nodes: Tree, routing: list) -> tuple[DecodeState, StepOutput]:
-        return decoding.verify_and_commit(model, state, nodes, routing=routing)[:2]
-
-    def step(model: Model, state: DecodeState, routing: list) -> tuple[DecodeState, StepOutput]:
-        nodes, ids, proposal = decoding.propose_nodes(model, state)
-        return decoding.verify_and_commit(model, state, nodes, ids, proposal, routing)[:2]
+    nodes, routing = make_nodes(model, args), routing_for(backend, config, args)
+    target_only = without_draft(model)
 
     def of_bytes(figures: dict[str, Any], nbytes: int) -> dict[str, Any]:
         floor = 1e3 * nbytes / bandwidth
         return figures | {"bytes": nbytes, "floor_ms": floor, "bandwidth_share": floor / figures["ms"]}
 
-    verified = timed(jax.jit(verify, donate_argnums=1), target_only, make_state(target_only, args), args, nodes, routing)
+    state = make_state(target_only, args)
+    verified, problem = timed(jax.jit(verify, donate_argnums=1), target_only, state, args, nodes, routing)
+    paths = {"paths": model.module.backend.paths}
+    if problem is not None:
+        return paths | {"failure": problem}
     figures: dict[str, Any] = {"verify": of_bytes(verified, bytes_read["verify"])}
     whole = figures["verify"]
     if draft_config is not None:
-        stepped = timed(jax.jit(step, donate_argnums=1), model, make_state(model, args), args, routing)
+        stepped, problem = timed(jax.jit(step, donate_argnums=1), model, make_state(model, args), args, routing)
+        if problem is not None:
+            return figures | paths | {"failure": problem}
         figures["step"] = whole = of_bytes(stepped, bytes_read["verify"] + bytes_read["draft"])
         figures["draft_ms"] = whole["ms"] - figures["verify"]["ms"]
     computed = {"computed_tokens_per_s": args.acceptance / (whole["ms"] / 1e3), "acceptance": args.acceptance}
     return figures | computed | {"paths": model.module.backend.paths}
 
 
-def timed(step: Callable, model: Model, state: DecodeState, args: argparse.Namespace, *rest: Any) -> dict[str, Any]:
-    """Milliseconds of a step: median, least and most, from the end of one to the end of the next, which was dispatched before
+def verify(model: Model, state: DecodeState, nodes: Tree, routing: Any) -> tuple[DecodeState, tuple[StepOutput, Any]]:
+    from muse_jax import decoding
+
+    state, out, _ = decoding.verify_and_commit(model, state, nodes, routing=routing)
+    return state, (out, call_status(model))
+
+
+def step(model: Model, state: DecodeState, routing: Any) -> tuple[DecodeState, tuple[StepOutput, Any]]:
+    from muse_jax import decoding
+
+    nodes, ids, proposal = decoding.propose_nodes(model, state)
+    state, out, _ = decoding.verify_and_commit(model, state, nodes, ids, proposal, routing)
+    return state, (out, call_status(model))
+
+
+def without_draft(model: Model) -> Model:
+    return dataclasses.replace(model, draft_params=None, draft_graph=None)
+
+
+def timed(
+    step: Callable, model: Model, state: DecodeState, args: argparse.Namespace, *rest: Any
+) -> tuple[dict[str, Any], str | None]:
+    """What it takes, and why a call gave up, None: none did.
+
+    Milliseconds of a step: median, least and most, from the end of one to the end of the next, which was dispatched before
     it, as `generate` does; `alone_ms`, the median from the call to the end where nothing else runs; seconds to compile;
     `on_device`."""
     import jax
@@ -359,19 +445,21 @@ def timed(step: Callable, model: Model, state: DecodeState, args: argparse.Names
     began = time.perf_counter()
     compiled = step.lower(model, state, *rest).compile()
     compile_seconds = time.perf_counter() - began
-    alone, ends = [], []
+    alone, ends, statuses = [], [], []
     for _ in range(WARM_UP):
         began = time.perf_counter()
         state, out = jax.block_until_ready(compiled(model, state, *rest))
         alone.append(1e3 * (time.perf_counter() - began))
+        statuses.append(out[1])
     for _ in range(args.steps + 2):
         state, following = compiled(model, state, *rest)
         jax.block_until_ready(out)
         ends.append(time.perf_counter())
         out = following
+        statuses.append(out[1])
     jax.block_until_ready(out)
     milliseconds = [1e3 * (end - begin) for begin, end in itertools.pairwise(ends[1:])]  # the first had nothing before it
-    return {
+    figures = {
         "ms": statistics.median(milliseconds),
         "min_ms": min(milliseconds),
         "max_ms": max(milliseconds),
@@ -380,6 +468,7 @@ def timed(step: Callable, model: Model, state: DecodeState, args: argparse.Names
         "temporary_bytes": compiled.memory_analysis().temp_size_in_bytes,
         **on_device(lambda: jax.block_until_ready(compiled(model, state, *rest))),
     }
+    return figures, problem_in(statuses)
 
 
 def on_device(work: Callable[[], Any]) -> dict[str, Any]:
@@ -404,7 +493,7 @@ def streaming_bandwidth() -> float:
     import jax
     import jax.numpy as jnp
 
-    size = 4 << 30 if jax.default_backend() == "gpu" else 64 << 20
+    size = STREAMED_BYTES if jax.default_backend() == "gpu" else 64 << 20
     x = jax.jit(lambda: jnp.ones(size // 4, jnp.int32))()
     total = jax.jit(lambda x: jnp.sum(x.reshape(1024, -1), axis=1))
     jax.block_until_ready(total(x))
@@ -429,10 +518,84 @@ def step_bytes(config: ModelConfig, draft_config: DraftConfig | None, args: argp
     return result
 
 
+# ------------------------------------------------------------------------------------------------------------------ memory
+
+
+def plan(config: ModelConfig, draft_config: DraftConfig | None, args: argparse.Namespace, backend: str) -> dict[str, Any]:
+    """Bytes that a backend needs on the device, without what XLA's programs need while they run.
+
+    peak: of the fullest moment. Where the megakernel packs a layer, and for that needs its buffer twice at most, all layers
+    that come after it are still there as they were drawn.
+    """
+    import jax
+
+    from ffi import layout
+
+    def drawn(config: ModelConfig, draft: DraftConfig | None = None) -> Model:
+        return abstract_model(config, draft, args, "xla")
+
+    def state_bytes(model: Model) -> int:
+        return nbytes(jax.eval_shape(functools.partial(make_state, args=args), model))
+
+    few, model = drawn(first_layers(config, min(VERDICT_LAYERS, config.num_hidden_layers))), drawn(config, draft_config)
+    draft, caches = nbytes(model.draft_params), state_bytes(model)
+    # The reference has its weights in fp32, too, of which those in bf16 become twice as large.
+    reference = sum(x.size * (x.dtype.itemsize + (4 if x.dtype.itemsize == 2 else 0)) for x in jax.tree.leaves(few.params))
+    weights = packing = nbytes(model.params)
+    if backend == "megakernel":
+        how = megakernel(config, args)
+        shape = how.verify_config(config, args.activations, ()).shape
+        for i, layer in model.params["layers"].items():
+            buffer = layout.table_bytes(layout.layer_table(shape, i in config.nvfp4_layers))
+            packing = max(packing, weights + 2 * buffer)
+            weights += buffer - nbytes(layer)
+        weights += layout.table_bytes(layout.head_table(shape))
+    peak = max(STREAMED_BYTES, reference + 3 * state_bytes(few), packing + draft, weights + draft + caches)
+    return {"backend": backend, "weights": weights, "draft": draft, "caches": caches, "peak": peak}
+
+
+def abstract_model(
+    config: ModelConfig, draft_config: DraftConfig | None, args: argparse.Namespace, backend: str | LoopbackMegakernel
+) -> Model:
+    """`build`, with shapes in place of arrays."""
+    settings = args.tp, args.dtype, args.rows, args.activations
+    model = random_models.rank_zero(config, draft_config, *settings, backend=backend, abstract=True)
+    return dataclasses.replace(model, num_rows=args.rows)
+
+
+def nbytes(tree: Any) -> int:
+    import jax
+
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def describe_plan(each: dict[str, Any]) -> str:
+    parts = ", ".join(f"{name} {each[name] / 1e9:.2f}" for name in ("weights", "draft", "caches"))
+    return f"{each['backend']:<12} memory  {parts}; at the peak {each['peak'] / 1e9:.2f} GB, and what XLA's programs take"
+
+
+def check_memory(plans: list[dict[str, Any]], device: jax.Device) -> None:
+    """Says what each backend needs. Raises ValueError if that is more than JAX may take of the device."""
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    for each in plans:
+        report(describe_plan(each))
+    for each in plans:
+        if limit is not None and each["peak"] > limit:
+            raise ValueError(
+                f"--backend {each['backend']} needs {each['peak'] / 1e9:.1f} GB, JAX may take {limit / 1e9:.1f} GB of this "
+                "device: fewer --layers need less, --memory-fraction lets it take more"
+            )
+
+
 def print_result(result: dict[str, Any]) -> None:
     """Nothing for a backend whose verdict is bad."""
     if "verify" not in result:
         return
+    if "implementation" in result:
+        print(
+            f"{result['backend']:<12} is the {result['implementation']}, layers in a launch: {result['layers_per_launch']}; of "
+            f"its buffers a step reads {result['packed_bytes'] / 1e9:.3f} GB"
+        )
     gained = result.get("speed_up", {})
     for name in ("verify", "step"):
         if name not in result:
@@ -451,11 +614,16 @@ def print_result(result: dict[str, Any]) -> None:
             )
     if "draft_ms" in result:
         print(f"{result['backend']:<12} draft   {result['draft_ms']:9.3f} ms, the difference of the two")
+    if "computed_tokens_per_s" in result:
+        print_computed(result)
+    sys.stdout.flush()
+
+
+def print_computed(result: dict[str, Any]) -> None:
     print(
         f"{result['backend']:<12} computed {result['computed_tokens_per_s']:,.0f} tok/s at {result['acceptance']:g} tokens per "
         "step, without what collectives take"
     )
-    sys.stdout.flush()
 
 
 def draw(figures: dict[str, Any]) -> Figure:
@@ -499,13 +667,17 @@ def caption(result: dict[str, Any]) -> str:
     """Of a bar: the backend, the operations that it had kernels for, its share of the bandwidth, and what a GPU launched."""
     whole = result.get("step", result.get("verify"))
     if whole is None:
-        return f"{result['backend']}\nverdict bad"
-    lines = [result["backend"], f"{whole['bandwidth_share']:.1%} of the bandwidth"]
+        return f"{result['backend']}\n{'failed' if 'failure' in result else 'verdict bad'}"
+    lines = [caption_name(result), f"{whole['bandwidth_share']:.1%} of the bandwidth"]
     if paths := result["paths"]:
         lines.insert(1, f"kernels of {sum(result['backend'] in each for each in paths.values())} of {len(paths)} operations")
     if whole["launches"] is not None:
         lines.append(f"{whole['launches']:,} launches, gaps {whole['gaps_ms']:.3g} ms")
     return "\n".join(lines)
+
+
+def caption_name(result: dict[str, Any]) -> str:
+    return ", ".join([result["backend"], *([result["implementation"]] if "implementation" in result else [])])
 
 
 # ------------------------------------------------------------------------------------------------------------- command line
@@ -526,6 +698,16 @@ def num_steps(text: str) -> int:
     if (steps := positive_int(text)) > MAX_STEPS:
         raise argparse.ArgumentTypeError(f"{text!r}: expected an integer from 1 to {MAX_STEPS}")
     return steps
+
+
+def fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number above 0, at most 1")
+    return value
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -553,6 +735,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of the other weights (default: bfloat16)")
     acceptance_help = "tokens per step, 1 to --rows (default: 6.6, published, or --rows if that is less)"
     add("--acceptance", type=float, metavar="X", help=acceptance_help)
+    launch_help = "layers that a launch of the megakernel runs (default: 1)"
+    add("--layers-per-launch", type=positive_int, default=1, metavar="N", help=launch_help)
+    fraction_help = "of the GPU's memory that JAX takes (default: JAX's, 0.75)"
+    add("--memory-fraction", type=fraction, metavar="X", help=fraction_help)
+    add("--plan", action="store_true", help="only say what each backend needs of the device's memory; needs no GPU")
     add("--json", action="store_true", help="end stdout with a line that holds the figures as a JSON object")
     add("--plot", type=picture, metavar="FILE", help="also draw a chart, .png, .svg or .pdf; needs the extra `plot`")
     args = parser.parse_args(argv)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # JAX takes seconds to import, a mistyped option should not
     import jax
 
+    from muse_jax.backends import Backend
     from muse_jax.config import ModelConfig
     from muse_jax.decoding import Model
     from muse_jax.draft_config import DraftConfig
@@ -40,6 +41,28 @@ def key_of(spec: TensorSpec) -> jax.Array:
     return jax.random.key(zlib.crc32(repr(spec.path).encode()))
 
 
+def draw_for_rank_zero(
+    spec: TensorSpec, shape: tuple[int, ...], dtype: jax.typing.DTypeLike, width: int, key: jax.Array, tp: int
+) -> jax.Array:
+    """`draw`, for rank 0 of `tp`.
+
+    In place of what other ranks would give it, it takes its own, and which of it is not the same in all backends. With these
+    values it makes no difference: of o_proj's rows the tiles that different ranks would add up are alike, and the post-expert
+    norm repeats this rank's part.
+    """
+    import jax.numpy as jnp
+
+    from ffi.layout import TILE_ROWS
+
+    if spec.path[-1] == "o_proj":
+        row = jnp.arange(shape[0], dtype=jnp.int32)
+        row = row // (tp * TILE_ROWS) * TILE_ROWS + row % TILE_ROWS
+        return draw(spec, shape, dtype, width, key)[row]
+    if spec.path[-1] == "post_expert_norm":
+        return jnp.tile(draw(spec, (shape[0] // tp,), dtype, width, key), tp)
+    return draw(spec, shape, dtype, width, key)
+
+
 def rank_zero(
     config: ModelConfig,
     draft_config: DraftConfig | None,
@@ -47,11 +70,14 @@ def rank_zero(
     dtype: jax.typing.DTypeLike,
     rows: int,
     activations: str,
-    backend: str = "xla",
+    backend: str | Backend = "xla",
+    *,
+    abstract: bool = False,
 ) -> Model:
     """What rank 0 of `tp` has of a model with random weights, and its work: `ShardingConfig.loopback` stands in for the others.
 
-    Args:     rows: of a step.  backend: the weights' values are the same for all.
+    Args:     rows: of a step.  backend: the weights' values are the same for all.  abstract: shapes in place of the weights,
+              which `xla` and the megakernel allow.
     """
     import jax
     import jax.numpy as jnp
@@ -63,16 +89,19 @@ def rank_zero(
     from muse_jax.model import MuseSpark
     from muse_jax.sharding import ShardingConfig
 
-    how = ShardingConfig(tp, loopback=True, calls=jax.default_backend() != "gpu")
-    compiled = jax.jit(draw, static_argnums=(0, 1, 2, 3))
+    platform = jax.default_backend()
+    how = ShardingConfig(tp, loopback=True, calls=platform != "gpu")
+    compiled = jax.jit(draw_for_rank_zero, static_argnums=(0, 1, 2, 3, 5))
     like: dict[tuple, TensorSpec] = {}
 
-    def leaf(spec: TensorSpec) -> jax.Array:
-        shape = tuple(part.stop - part.start for part in spec.rank_part(tp, 0))
+    def leaf(spec: TensorSpec) -> jax.Array | jax.ShapeDtypeStruct:
+        shape = part_shape(spec, tp)
+        if abstract:
+            return jax.ShapeDtypeStruct(shape, spec.dtype_in(dtype))
         first = like.setdefault((spec.path[-1], spec.param_shape, spec.dtype_in(dtype)), spec)  # one program for all layers
-        return compiled(first, shape, jnp.dtype(dtype), config.moe_hidden_size, key_of(spec))
+        return compiled(first, shape, jnp.dtype(dtype), config.moe_hidden_size, key_of(spec), tp)
 
-    runs_on = resolve_backend(backend, jax.default_backend())
+    runs_on = resolve_backend(backend, platform) if isinstance(backend, str) else backend
     settings = {"dtype": jnp.dtype(dtype), "sharding": how, "backend": runs_on}
 
     def params(config: ModelConfig | DraftConfig) -> dict:
@@ -84,3 +113,8 @@ def rank_zero(
         drafted = {"draft": DFlash2(draft_config, **settings), "draft_params": params(draft_config)}
     module = MuseSpark(config, activations=activations, **settings)
     return Model.create(module, params(config), **drafted, tree_size=rows)
+
+
+def part_shape(spec: TensorSpec, tp: int) -> tuple[int, ...]:
+    """Of what rank 0 has of a parameter."""
+    return tuple(part.stop - part.start for part in spec.rank_part(tp, 0))
