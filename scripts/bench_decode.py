@@ -85,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.memory_fraction is not None:
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = str(args.memory_fraction)
     if args.plan:
         plans = [plan(*shape(args), args, backend) for backend in args.backend]
         for each in plans:
@@ -111,8 +113,6 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     if args.plot is not None:
         check_plot(args.plot)
     config, draft_config = shape(args)
-    if args.memory_fraction is not None:
-        os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(args.memory_fraction)
     device = jax.devices()[0]
     if args.shape == "full" and device.platform != "gpu":
         raise ValueError(f"--shape full needs an NVIDIA GPU, found {device.platform}; --shape tiny runs everywhere")

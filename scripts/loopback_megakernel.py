@@ -1,8 +1,8 @@
 """The megakernel as one rank of several without the others, for benchmarks: the CUDA kernel, on a CPU the plain reference.
 
 Where other ranks' data would arrive it finds its own, as with `ShardingConfig.loopback` of the other backends. Only where ranks
-add up o_proj, each of them some tiles of columns, the kernel adds what it has of several tiles, and the others what they have of
-one tile several times. With the weights of `random_models.rank_zero` this is the same, so that backends can be compared.
+add up o_proj, each some tiles of columns, the kernel adds what it has of several tiles, and the others add what they have of a
+tile several times. With the weights of `random_models.rank_zero` this is the same, so that backends can be compared.
 """
 
 from __future__ import annotations
@@ -89,9 +89,7 @@ class LoopbackMegakernel(Backend):
     def arrange(self, module: MuseSpark) -> None:
         shape = self.verify_config(module.config, module.activations, ()).shape
         nvfp4 = module.config.nvfp4_layers
-        module.layers = nnx.List(
-            Packed(layout.layer_table(shape, i in nvfp4)) for i in range(module.config.num_hidden_layers)
-        )
+        module.layers = nnx.List(Packed(layout.layer_table(shape, i in nvfp4)) for i in range(module.config.num_hidden_layers))
         module.head = Packed(layout.head_table(shape))
 
     def stored_params(self, params: dict, config: Config, sharding: ShardingConfig, mesh: Mesh | None) -> dict:
@@ -131,8 +129,9 @@ class LoopbackMegakernel(Backend):
         config = module.config
         positions = length[:, None] + nodes.depth
         inv_freq = ops.rope_inverse_frequencies(config.rope_theta, config.head_dim)
+        tapped = sorted(set(taps))  # the first layers of a model may stand in for several of the draft's
         result = verify(
-            self.verify_config(config, module.activations, tuple(taps)),
+            self.verify_config(config, module.activations, tuple(tapped)),
             tokens=module.known_tokens(nodes.token)[0],
             positions=positions[0],
             length=length,
@@ -147,8 +146,8 @@ class LoopbackMegakernel(Backend):
         )
         self.statuses.append(result.status)
         # The axis of the only rank here takes the place of the batch of one.
-        tapped = jnp.concatenate(list(result.taps), axis=-1)[None] if taps else None
-        return module.vocab_ranks.split(result.logits, -1), result.rows, tapped
+        streams = jnp.concatenate([result.taps[tapped.index(i)] for i in taps], axis=-1)[None] if taps else None
+        return module.vocab_ranks.split(result.logits, -1), result.rows, streams
 
 
 class Packed(nnx.Module):

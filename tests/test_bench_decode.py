@@ -1,6 +1,7 @@
 """One rank without the others, and the benchmark that times it."""
 
 import dataclasses
+import functools
 import gc
 import json
 import re
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ffi import library
 from muse_jax import backends, decoding
 from muse_jax.layout import parameter_tree
 from muse_jax.model import MuseSpark
@@ -20,11 +22,13 @@ from muse_jax.sharding import ShardingConfig, make_mesh, replicated
 sys.path.append(str(Path(__file__).resolve().parent.parent / "scripts"))  # as where the script is started
 
 import bench_decode
+import loopback_megakernel
 import random_models
 from profiler_trace import Kernel
 
 ROWS, TP = 16, 8
 without_gpu = pytest.mark.skipif(jax.default_backend() == "gpu", reason="there is one")
+with_library = pytest.mark.skipif(bool(library.unavailable("cpu")), reason="; ".join(library.unavailable("cpu")))
 
 
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
@@ -202,6 +206,112 @@ def test_a_backend_that_does_not_do_it(second_backend, capsys):
     assert capsys.readouterr().err.endswith("bench_decode.py: --backend pallas: heads of 16, expected 128\n")
 
 
+@with_library
+@without_gpu
+def test_megakernel_beside_xla(capsys):
+    assert bench_decode.main([*TOY, "--backend", "xla,megakernel", "--json"]) == 0
+    out, errors = capsys.readouterr()
+    *lines, last = out.splitlines()
+    figures = json.loads(last)
+    _, result = figures["results"]
+    assert figures["collectives"] == "loopback"
+    assert result["verdict"]["good"] and result["verdict"]["differences"]["logits"] > 0
+    assert result["verify"]["bytes"] == figures["bytes"]["verify"] < result["packed_bytes"]
+    assert result["implementation"] == "Host reference" and result["speed_up"]["over"] == "xla"
+    assert sum(line.startswith("megakernel   is the Host reference, layers in a launch: 1;") for line in lines) == 1
+    assert "megakernel: verify: megakernel (Host reference)" in errors.splitlines()
+
+
+@with_library
+@without_gpu
+def test_a_call_that_gives_up_is_said(monkeypatch, capsys):
+    verify, said = loopback_megakernel.verify, "CTA 7 of rank 0, in phase 5 of layer 3, waited beyond the deadline"
+
+    def give_up(*args, **operands):
+        status = jnp.asarray([1, 0, 3, 5, 7, -1, 0, 0], jnp.int32)
+        return dataclasses.replace(verify(*args, **operands), status=status)
+
+    def judge(config, args, backend, expected):
+        model = bench_decode.build(config, None, args, backend)
+        step = bench_decode.make_state(model, args), bench_decode.make_nodes(model, args)
+        _, problem = bench_decode.outcome(model, *step, bench_decode.routing_for(backend, config, args))
+        assert problem == said
+        return {"good": True, "differences": {}}
+
+    monkeypatch.setattr(loopback_megakernel, "verify", give_up)
+    monkeypatch.setattr(bench_decode, "reference", lambda *_: None)
+    monkeypatch.setattr(bench_decode, "judge", judge)
+    assert bench_decode.main([*TOY, "--backend", "megakernel", "--json"]) == 1
+    out, errors = capsys.readouterr()
+    (result,) = json.loads(out.splitlines()[-1])["results"]
+    assert result["failure"] == said and f"megakernel: {said}" in errors.splitlines() and "verify" not in result
+
+
+@with_library
+@without_gpu
+def test_loopback_of_the_kernel_is_that_of_the_others(monkeypatch):
+    """Its own source, on the emulated device, beside the Host reference, whose loopback is that of the other backends: with
+    several tiles of o_proj a rank, the last of them alone."""
+    arguments = ["--layers", "1", "--context", "40", "--rows", "2", "--routing", "4", "--backend", "megakernel"]
+    args = bench_decode.parse_arguments(arguments)
+    config = dataclasses.replace(bench_decode.shape(args)[0], hidden_size=64 * (TP + 2))
+    bench_decode.megakernel(config, args).prepare(config, "bf16")
+    model = bench_decode.build(config, None, args, "megakernel")
+    step = bench_decode.make_state(model, args), bench_decode.make_nodes(model, args)
+    routing = bench_decode.routing_for("megakernel", config, args)
+    (expected, _), problem = bench_decode.outcome(model, *step, routing)
+    assert problem is None
+    emulated = functools.partial(loopback_megakernel.verify, emulated=True)
+    monkeypatch.setattr(loopback_megakernel, "verify", emulated)
+    (logits, _), problem = bench_decode.outcome(model, *step, routing)
+    assert problem is None
+    assert 0 < np.sqrt(np.mean(np.square(logits - expected)) / np.mean(np.square(expected))) < 0.02
+
+
+@pytest.mark.parametrize("draft", [False, True])
+def test_megakernel_lowers_for_cuda_at_full_size(draft):
+    """All 62 layers; nothing of the model but the packed layers goes into the call."""
+    args = bench_decode.parse_arguments(["--shape", "full", "--backend", "megakernel", *(["--draft"] if draft else [])])
+    config, draft_config = bench_decode.shape(args)
+    how = bench_decode.megakernel(config, args, "gpu")
+    model = bench_decode.abstract_model(config, draft_config, args, how)
+    state = jax.eval_shape(functools.partial(bench_decode.make_state, args=args), model)
+    routing = jax.eval_shape(lambda: bench_decode.routing_for("megakernel", config, args))
+    nodes = [] if draft else [jax.eval_shape(functools.partial(bench_decode.make_nodes, args=args), model)]
+    step = jax.jit(bench_decode.step if draft else bench_decode.verify, donate_argnums=1)
+    traced = step.trace(model, state, *nodes, routing)
+    _, (_, status) = traced.out_info
+    assert status.shape == (8,) and how.implementation == "CUDA kernel"
+    (call,) = re.findall(r"custom_call @muse_verify\(.*", traced.lower(lowering_platforms=("cuda",)).as_text())
+    sizes = re.search(r": \((.*)\) -> ", call).group(1).split(", ")
+    packed = [int(re.search(r"x(\d+)xui8", size).group(1)) for size in sizes[10 : 10 + 62]]
+    assert "loopback = 1 : i64" in call and "layers_per_launch = 1 : i64" in call and "ranks = 8 : i64" in call
+    assert sizes[6] == "tensor<62x16x8xi32>" and sizes[8] == "tensor<1x25256x8192xbf16>" and len(sizes) == 10 + 3 * 62
+    assert packed == [packed[0], *[packed[1]] * 60, packed[0]] and sum(packed) / 1e9 == pytest.approx(65.8, abs=0.1)
+
+
+def test_memory_at_full_size(capsys):
+    """README: 66.6 GB of weights. Packed layers take their place one by one, and need no more than a layer besides."""
+    assert bench_decode.main(["--shape", "full", "--draft", "--backend", "xla,megakernel", "--plan", "--json"]) == 0
+    *lines, last = capsys.readouterr().out.splitlines()
+    natural, packed = json.loads(last)["plans"]
+    assert natural["weights"] / 1e9 == pytest.approx(66.6, abs=0.05)
+    lm_head = 202_048 // 8 * 8192 * 2  # there twice: the draft reads it as it is
+    assert packed["weights"] - natural["weights"] == pytest.approx(lm_head, abs=1e8)
+    assert packed["weights"] < packed["peak"] < packed["weights"] + 8e9
+    assert natural["peak"] == natural["weights"] + natural["draft"] + natural["caches"]
+    assert [line.split()[:2] for line in lines] == [["xla", "memory"], ["megakernel", "memory"]]
+
+
+def test_what_does_not_fit_is_refused_before_it_is_tried(monkeypatch, capsys):
+    small = type("Device", (), {"platform": "gpu", "device_kind": "a GPU", "memory_stats": lambda _: {"bytes_limit": 60e9}})
+    monkeypatch.setattr(jax, "devices", lambda: [small()])
+    monkeypatch.setattr(bench_decode, "streaming_bandwidth", lambda: pytest.fail("something was run"))
+    assert bench_decode.main(["--shape", "full", "--backend", "xla"]) == 2
+    message = "bench_decode.py: --backend xla needs 66.6 GB, JAX may take 60.0 GB of this device: fewer --layers need less"
+    assert message in capsys.readouterr().err
+
+
 def test_what_a_gpu_did(monkeypatch):
     """Two kernels that overlap, a gap, and one more: all add up, the gap is what none of them fills."""
     kernels = [Kernel(1e6, 4e6), Kernel(2e6, 5e6), Kernel(9e6, 1e6)]
@@ -264,6 +374,9 @@ def test_no_step_commits_more_than_its_rows():
         (["--backend", "xla", "xla"], "--backend xla,xla: each of them once"),
         (["--rows", "33"], "--rows: '33': expected an integer from 1 to 32"),
         (["--steps", "10001"], "--steps: '10001': expected an integer from 1 to 10000"),
+        (["--memory-fraction", "1.5"], "--memory-fraction: '1.5': expected a number above 0, at most 1"),
+        (["--memory-fraction", "x"], "--memory-fraction: 'x': expected a number above 0, at most 1"),
+        (["--layers-per-launch", "0"], "--layers-per-launch: '0': expected an integer above 0"),
         (["--acceptance", "0.5"], "--acceptance 0.5: expected 1 to 16 tokens of a step of 16 rows"),
         (["--acceptance", "nan"], "--acceptance nan: expected 1 to 16 tokens"),
         (["--acceptance", "inf"], "--acceptance inf: expected 1 to 16 tokens"),
@@ -287,6 +400,8 @@ def test_arguments_that_do_not_parse(capsys, arguments, message):
         (["--context", "4081"], "--context 4081: at most 4080, which leaves room for the rows of the step"),
         (["--context", "99999999999"], "--context 99999999999: at most 4080, "),
         (["--draft"], "--draft: the tiny shape has none"),
+        (["--backend", "megakernel", "--rows", "17"], "--backend megakernel: steps of 17 rows (tree_size): at most 16"),
+        (["--backend", "xla,megakernel", "--dtype", "float32"], "--backend megakernel: dtype = 'float32': it takes 'bfloat16'"),
         pytest.param(["--shape", "full"], "--shape full needs an NVIDIA GPU, found cpu", marks=without_gpu),
     ],
 )
