@@ -388,7 +388,10 @@ def measure(
     """The times of a backend. All that it puts on the device is gone when it returns."""
     import jax
 
+    began = time.perf_counter()
     model = build(config, draft_config, args, backend)
+    jax.block_until_ready((model.params, model.draft_params))
+    report(f"{backend}: weights are there after {time.perf_counter() - began:.1f} s")
     nodes, routing = make_nodes(model, args), routing_for(backend, config, args)
     target_only = without_draft(model)
 
