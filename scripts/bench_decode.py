@@ -562,7 +562,7 @@ def abstract_model(
 ) -> Model:
     """`build`, with shapes in place of arrays."""
     settings = args.tp, args.dtype, args.rows, args.activations
-    model = random_models.rank_zero(config, draft_config, *settings, backend=backend, abstract=True)
+    model = random_models.abstract_rank_zero(config, draft_config, *settings, backend)
     return dataclasses.replace(model, num_rows=args.rows)
 
 

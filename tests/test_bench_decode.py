@@ -108,14 +108,23 @@ def test_bytes_of_the_released_model():
     assert (found["verify"] - one_less["verify"]) / 1e6 == pytest.approx(60 * 3.54 + 2 * 12.58, rel=0.01)
 
 
+@with_library
+@without_gpu
 def test_a_toy_runs(capsys):
-    assert bench_decode.main(["--steps", "2", "--context", "300", "--layers", "2", "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
-    (result,) = figures["results"]
+    arguments = ["--steps", "2", "--context", "300", "--layers", "2", "--backend", "xla,megakernel", "--json"]
+    assert bench_decode.main(arguments) == 0
+    out, errors = capsys.readouterr()
+    *lines, last = out.splitlines()
+    figures = json.loads(last)
+    xla, result = figures["results"]
     assert figures["collectives"] == "loopback"
-    assert result["verdict"]["good"]
-    assert result["verify"]["ms"] > 0
-    assert result["verify"]["launches"] is None
+    for each in (xla, result):
+        assert each["verdict"]["good"] and each["verdict"]["differences"]["logits"] > 0
+        assert each["verify"]["ms"] > 0 and each["verify"]["launches"] is None
+    assert result["verify"]["bytes"] == figures["bytes"]["verify"] < result["packed_bytes"]
+    assert result["implementation"] == "Host reference" and result["speed_up"]["over"] == "xla"
+    assert sum(line.startswith("megakernel   is the Host reference, layers in a launch: 1;") for line in lines) == 1
+    assert "megakernel: verify: megakernel (Host reference)" in errors.splitlines()
 
 
 def test_a_bad_verdict_ends_it(capsys, monkeypatch):
@@ -204,22 +213,6 @@ def test_a_backend_that_does_not_do_it(second_backend, capsys):
     second_backend(refuse)
     assert bench_decode.main([*TOY, "--backend", "xla,pallas"]) == 2
     assert capsys.readouterr().err.endswith("bench_decode.py: --backend pallas: heads of 16, expected 128\n")
-
-
-@with_library
-@without_gpu
-def test_megakernel_beside_xla(capsys):
-    assert bench_decode.main([*TOY, "--backend", "xla,megakernel", "--json"]) == 0
-    out, errors = capsys.readouterr()
-    *lines, last = out.splitlines()
-    figures = json.loads(last)
-    _, result = figures["results"]
-    assert figures["collectives"] == "loopback"
-    assert result["verdict"]["good"] and result["verdict"]["differences"]["logits"] > 0
-    assert result["verify"]["bytes"] == figures["bytes"]["verify"] < result["packed_bytes"]
-    assert result["implementation"] == "Host reference" and result["speed_up"]["over"] == "xla"
-    assert sum(line.startswith("megakernel   is the Host reference, layers in a launch: 1;") for line in lines) == 1
-    assert "megakernel: verify: megakernel (Host reference)" in errors.splitlines()
 
 
 @with_library
