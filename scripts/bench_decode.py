@@ -224,34 +224,40 @@ def make_state(model: Model, args: argparse.Namespace) -> DecodeState:
     from muse_jax.sampling import SamplingParams
 
     slots = args.context + (args.steps + WARM_UP + 1) * args.rows * 2
+    random = random_values()
 
-    @jax.jit
-    def make(model: Model) -> DecodeState:
-        caches = decoding.empty_caches(model, 1, slots)
+    def fill(path: tuple, x: jax.ShapeDtypeStruct) -> jax.Array:
+        if x.dtype == jnp.int32:  # the position in each slot of a ring: the newest before `context` that belongs there
+            ring = x.shape[1]
+            newest = args.context - 1 - (args.context - 1 - jnp.arange(ring, dtype=jnp.int32)) % ring
+            return jnp.where(newest >= 0, newest, -1)[None]
+        return random(jnp.uint32(zlib.crc32(jax.tree_util.keystr(path).encode())), x.shape, x.dtype)
 
-        def fill(path: tuple, x: jax.Array) -> jax.Array:
-            if x.dtype == jnp.int32:  # the position in each slot of a ring: the newest before `context` that belongs there
-                ring = x.shape[1]
-                newest = args.context - 1 - (args.context - 1 - jnp.arange(ring, dtype=jnp.int32)) % ring
-                return jnp.where(newest >= 0, newest, -1)[None]
-            key = jax.random.key(zlib.crc32(jax.tree_util.keystr(path).encode()))
-            return jax.random.uniform(key, x.shape, minval=-1).astype(x.dtype)
+    empty = jax.eval_shape(lambda model: decoding.empty_caches(model, 1, slots), model)
+    cache, draft_cache = jax.tree_util.tree_map_with_path(fill, empty)
+    one = jnp.ones(1, jnp.int32)
+    return decoding.DecodeState(
+        cache=cache,
+        draft_cache=draft_cache,
+        length=one * args.context,
+        token=one,
+        remaining=one << 30,
+        done=jnp.zeros(1, bool),
+        stop_ids=jnp.full((1, 1), decoding.NO_TOKEN, jnp.int32),
+        sampling=SamplingParams.create(1),
+        num_rows=model.num_rows,
+    )
 
-        cache, draft_cache = jax.tree_util.tree_map_with_path(fill, caches)
-        one = jnp.ones(1, jnp.int32)
-        return decoding.DecodeState(
-            cache=cache,
-            draft_cache=draft_cache,
-            length=one * args.context,
-            token=one,
-            remaining=one << 30,
-            done=jnp.zeros(1, bool),
-            stop_ids=jnp.full((1, 1), decoding.NO_TOKEN, jnp.int32),
-            sampling=SamplingParams.create(1),
-            num_rows=model.num_rows,
-        )
 
-    return make(model)
+@functools.cache  # a program for each shape, not for each array: these would take longer to compile than all else
+def random_values() -> Callable[[jax.Array, tuple[int, ...], jax.typing.DTypeLike], jax.Array]:
+    """From -1 to 1, of a seed, a shape and a dtype."""
+    import jax
+
+    def draw(seed: jax.Array, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.Array:
+        return jax.random.uniform(jax.random.key(seed), shape, minval=-1).astype(dtype)
+
+    return jax.jit(draw, static_argnums=(1, 2))
 
 
 def make_nodes(model: Model, args: argparse.Namespace) -> Tree:
