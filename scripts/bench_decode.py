@@ -534,7 +534,7 @@ def plan(config: ModelConfig, draft_config: DraftConfig | None, args: argparse.N
     """Bytes that a backend needs on the device, without what XLA's programs need while they run.
 
     peak: of the fullest moment. Where the megakernel packs a layer, and for that needs its buffer twice at most, all layers
-    that come after it are still there as they were drawn.
+    that come after it are still there as they were drawn; `pallas` has one array twice at a time.
     """
     import jax
 
@@ -551,6 +551,8 @@ def plan(config: ModelConfig, draft_config: DraftConfig | None, args: argparse.N
     # The reference has its weights in fp32, too, of which those in bf16 become twice as large.
     reference = sum(x.size * (x.dtype.itemsize + (4 if x.dtype.itemsize == 2 else 0)) for x in jax.tree.leaves(few.params))
     weights = packing = nbytes(model.params)
+    if backend == "pallas":
+        packing += max(map(nbytes, jax.tree.leaves(model.params)))
     if backend == "megakernel":
         how = megakernel(config, args)
         shape = how.verify_config(config, args.activations, ()).shape
