@@ -277,9 +277,10 @@ def test_megakernel_lowers_for_cuda_at_full_size(draft):
     assert status.shape == (8,) and how.implementation == "CUDA kernel"
     (call,) = re.findall(r"custom_call @muse_verify\(.*", traced.lower(lowering_platforms=("cuda",)).as_text())
     sizes = re.search(r": \((.*)\) -> ", call).group(1).split(", ")
-    packed = [int(re.search(r"x(\d+)xui8", size).group(1)) for size in sizes[10 : 10 + 62]]
+    _, *packed = (int(re.search(r"x(\d+)xui8", size).group(1)) for size in sizes if size.endswith("xui8>"))  # after the head
     assert "loopback = 1 : i64" in call and "layers_per_launch = 1 : i64" in call and "ranks = 8 : i64" in call
-    assert sizes[6] == "tensor<62x16x8xi32>" and sizes[8] == "tensor<1x25256x8192xbf16>" and len(sizes) == 10 + 3 * 62
+    assert {"tensor<62x16x8xi32>", "tensor<62x16x8xf32>", "tensor<1x25256x8192xbf16>"} <= set(sizes)
+    assert sum(size.startswith("tensor<1x2x") and size.endswith("x64xbf16>") for size in sizes) == 2 * 62
     assert packed == [packed[0], *[packed[1]] * 60, packed[0]] and sum(packed) / 1e9 == pytest.approx(65.8, abs=0.1)
 
 
