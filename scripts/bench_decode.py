@@ -316,19 +316,14 @@ def megakernel(config: ModelConfig, args: argparse.Namespace, platform: str | No
     return LoopbackMegakernel(args.tp, platform or jax.default_backend(), args.layers_per_launch)
 
 
-def call_status(model: Model) -> jax.Array | None:
-    """While a function is traced: the status of the call of the megakernel that it has made; None of other backends."""
-    statuses = getattr(model.module.backend, "statuses", None)
-    return statuses.pop() if statuses else None
-
-
 def problem_in(statuses: Sequence[jax.Array | None]) -> str | None:
     """Of the first call that gave up."""
-    import loopback_megakernel
     import numpy as np
 
-    problems = (loopback_megakernel.problem_of(np.asarray(status)) for status in statuses if status is not None)
-    return next((problem for problem in problems if problem is not None), None)
+    from ffi.verify import problem
+
+    problems = (problem(np.asarray(status)) for status in statuses if status is not None)
+    return next((found for found in problems if found is not None), None)
 
 
 def reference(config: ModelConfig, args: argparse.Namespace) -> list[np.ndarray]:
@@ -373,10 +368,9 @@ def outcome(
     import jax
     import numpy as np
 
-    from muse_jax import decoding
-
     def run(model: Model, state: DecodeState, nodes: Tree, routing: Any) -> tuple:
-        return decoding.verify(model, state, nodes, routing)[:2], call_status(model)
+        logits, rows, _, status = model.module.backend.verify(model.module, nodes, state.length, state.cache, (), routing)
+        return (logits, rows), status
 
     found, status = jax.jit(run)(model, state, nodes, routing)
     values = [np.concatenate([np.ravel(np.asarray(x, np.float32)) for x in jax.tree.leaves(each)]) for each in found]
@@ -422,19 +416,17 @@ def measure(
     return figures | computed | {"paths": model.module.backend.paths}
 
 
-def verify(model: Model, state: DecodeState, nodes: Tree, routing: Any) -> tuple[DecodeState, tuple[StepOutput, Any]]:
+def verify(model: Model, state: DecodeState, nodes: Tree, routing: Any) -> tuple[DecodeState, StepOutput]:
     from muse_jax import decoding
 
-    state, out, _ = decoding.verify_and_commit(model, state, nodes, routing=routing)
-    return state, (out, call_status(model))
+    return decoding.verify_and_commit(model, state, nodes, routing=routing)[:2]
 
 
-def step(model: Model, state: DecodeState, routing: Any) -> tuple[DecodeState, tuple[StepOutput, Any]]:
+def step(model: Model, state: DecodeState, routing: Any) -> tuple[DecodeState, StepOutput]:
     from muse_jax import decoding
 
     nodes, ids, proposal = decoding.propose_nodes(model, state)
-    state, out, _ = decoding.verify_and_commit(model, state, nodes, ids, proposal, routing)
-    return state, (out, call_status(model))
+    return decoding.verify_and_commit(model, state, nodes, ids, proposal, routing)[:2]
 
 
 def without_draft(model: Model) -> Model:
@@ -459,13 +451,13 @@ def timed(
         began = time.perf_counter()
         state, out = jax.block_until_ready(compiled(model, state, *rest))
         alone.append(1e3 * (time.perf_counter() - began))
-        statuses.append(out[1])
+        statuses.append(out.status)
     for _ in range(args.steps + 2):
         state, following = compiled(model, state, *rest)
         jax.block_until_ready(out)
         ends.append(time.perf_counter())
         out = following
-        statuses.append(out[1])
+        statuses.append(out.status)
     jax.block_until_ready(out)
     milliseconds = [1e3 * (end - begin) for begin, end in itertools.pairwise(ends[1:])]  # the first had nothing before it
     figures = {

@@ -33,17 +33,14 @@ PLATFORMS = {"cpu": "cpu", "gpu": "CUDA"}  # JAX's name, and that of the library
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoopbackMegakernel(Backend):
-    """tp: ranks.  platform: of JAX, "cpu" or "gpu".  layers_per_launch: of the kernel.
-
-    statuses: of each call that was traced its status, a tracer, which the function that traces it is to take and return.
-    """
+    """tp: ranks.  platform: of JAX, "cpu" or "gpu".  layers_per_launch: of the kernel."""
 
     name: ClassVar[str] = "megakernel"
     max_batch: ClassVar[int | None] = 1
+    reports_status: ClassVar[bool] = True
     tp: int
     platform: str
     layers_per_launch: int = 1
-    statuses: list[jax.Array] = dataclasses.field(default_factory=list)
 
     @property
     def implementation(self) -> str:
@@ -80,9 +77,8 @@ class LoopbackMegakernel(Backend):
             raise ValueError(f"--backend megakernel: {' '.join(str(error).split())}") from error
 
     def verify_config(self, config: ModelConfig, activations: str, taps: tuple[int, ...]) -> VerifyConfig:
-        of_model = megakernel_backend._verify_config(config, activations, taps)
-        how = {"ranks": self.tp, "loopback": True, "layers_per_launch": self.layers_per_launch}
-        return dataclasses.replace(of_model, **how)
+        of_model = megakernel_backend._verify_config(config, activations, taps, self.tp)
+        return dataclasses.replace(of_model, loopback=True, layers_per_launch=self.layers_per_launch)
 
     # ---------------------------------------------------------------------------------------------------------- weights
 
@@ -123,7 +119,7 @@ class LoopbackMegakernel(Backend):
         cache: KVCache,
         taps: Sequence[int],
         routing: tuple[jax.Array, jax.Array],
-    ) -> tuple[list[jax.Array], list[KV], jax.Array | None]:
+    ) -> tuple[list[jax.Array], list[KV], jax.Array | None, jax.Array]:
         """routing: expert ids [L, rows, top_k] int32 and weights fp32."""
         self.check_batch(nodes.token.shape[0])
         config = module.config
@@ -144,10 +140,9 @@ class LoopbackMegakernel(Backend):
             caches=cache.layers,
             routing=routing,
         )
-        self.statuses.append(result.status)
         # The axis of the only rank here takes the place of the batch of one.
         streams = jnp.concatenate([result.taps[tapped.index(i)] for i in taps], axis=-1)[None] if taps else None
-        return module.vocab_ranks.split(result.logits, -1), result.rows, streams
+        return module.vocab_ranks.split(result.logits, -1), result.rows, streams, result.status
 
 
 class Packed(nnx.Module):
@@ -163,17 +158,6 @@ def bytes_read(config: VerifyConfig, experts: int) -> int:
     entries = [entry for table in (*tables, layout.head_table(config.shape)) for entry in table]
     counts = (getattr(entry, "count", 1) for entry in entries)
     return sum(entry.nbytes // count * min(count, experts) for entry, count in zip(entries, counts, strict=True))
-
-
-def problem_of(status: Sequence[int]) -> str | None:
-    """What a status says; None: all is well."""
-    code, rank, layer, phase, cta, peer = map(int, status[:6])
-    if code == 0:
-        return None
-    if code == 1:
-        where = f"CTA {cta} of rank {rank}, in phase {phase} of layer {layer}"
-        return f"{where}, waited beyond the deadline" + (f" for rank {peer}" if peer >= 0 else "")
-    return "another call was running" if code == 2 else f"status {code}"
 
 
 # Cached, so that layers of one kind share a compiled program.

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import ffi.verify
 from ffi import library
 from muse_jax import backends, decoding
 from muse_jax.layout import parameter_tree
@@ -218,11 +219,11 @@ def test_a_backend_that_does_not_do_it(second_backend, capsys):
 @with_library
 @without_gpu
 def test_a_call_that_gives_up_is_said(monkeypatch, capsys):
-    verify, said = loopback_megakernel.verify, "CTA 7 of rank 0, in phase 5 of layer 3, waited beyond the deadline"
+    verify, status = loopback_megakernel.verify, [1, 0, 3, 5, 7, -1, 0, 0]
+    said = ffi.verify.problem(status)
 
     def give_up(*args, **operands):
-        status = jnp.asarray([1, 0, 3, 5, 7, -1, 0, 0], jnp.int32)
-        return dataclasses.replace(verify(*args, **operands), status=status)
+        return dataclasses.replace(verify(*args, **operands), status=jnp.asarray(status, jnp.int32))
 
     def judge(config, args, backend, expected):
         model = bench_decode.build(config, None, args, backend)
@@ -273,8 +274,8 @@ def test_megakernel_lowers_for_cuda_at_full_size(draft):
     nodes = [] if draft else [jax.eval_shape(functools.partial(bench_decode.make_nodes, args=args), model)]
     step = jax.jit(bench_decode.step if draft else bench_decode.verify, donate_argnums=1)
     traced = step.trace(model, state, *nodes, routing)
-    _, (_, status) = traced.out_info
-    assert status.shape == (8,) and how.implementation == "CUDA kernel"
+    _, out = traced.out_info
+    assert out.status.shape == (8,) and how.implementation == "CUDA kernel"
     (call,) = re.findall(r"custom_call @muse_verify\(.*", traced.lower(lowering_platforms=("cuda",)).as_text())
     sizes = re.search(r": \((.*)\) -> ", call).group(1).split(", ")
     _, *packed = (int(re.search(r"x(\d+)xui8", size).group(1)) for size in sizes if size.endswith("xui8>"))  # after the head

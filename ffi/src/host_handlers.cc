@@ -32,6 +32,5 @@ xla::ffi::Future host_verify_handler(xla::ffi::RunId run, xla::ffi::RemainingArg
 
 }  // namespace muse
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    MuseVerifyHost, muse::host_verify_handler,
-    xla::ffi::Ffi::Bind().Ctx<xla::ffi::RunId>().RemainingArgs().RemainingRets().Attrs());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MuseVerifyHost, muse::host_verify_handler,
+                              xla::ffi::Ffi::Bind().Ctx<xla::ffi::RunId>().RemainingArgs().RemainingRets().Attrs());
