@@ -149,8 +149,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     {xla::ffi::Traits::kCmdBufferCompatible});
 
 // Makes what calls of a model need on these devices; nothing happens if it is there. shape: the fields of ModelShape in
-// their order.  devices: of each rank; in loopback one. As many ranks of a model may be on a device for one set of devices
-// only.  Returns 0, or 1 with a message of at most `size` bytes.
+// their order.  devices: of each rank; in loopback one. As many ranks of a model may be on a device for one set of
+// devices only.  Returns 0, or 1 with a message of at most `size` bytes.
 extern "C" int muse_ffi_prepare(const int32_t* shape, int quantized, const int32_t* devices, int num_devices,
                                 char* message, int size) {
   auto group = std::make_unique<muse::Group>();
