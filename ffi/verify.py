@@ -95,6 +95,7 @@ class VerifyConfig:
         check(len(numbers) > 0, "layers is empty: at least one is needed")
         for layer in self.taps:
             check(layer in numbers, f"taps = {self.taps}: allowed are numbers from 0 to {len(numbers) - 1}")
+        check(len(set(self.taps)) == len(self.taps), f"taps = {self.taps}: each layer once")
         traced = self.trace_layer
         check(traced is None or traced in numbers, f"trace_layer = {traced}: allowed are None and 0 to {len(numbers) - 1}")
         sliding = any(layer.sliding for layer in self.layers)

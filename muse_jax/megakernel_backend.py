@@ -88,7 +88,7 @@ class Megakernel(Backend):
         @functools.cache
         def packer(nvfp4: bool) -> Callable[[dict], jax.Array]:
             like = next(i for i in params["layers"] if (i in config.nvfp4_layers) == nvfp4)
-            pack = _packer(shape, nvfp4, config.residual_gate_temperature)
+            pack = layer_packer(shape, nvfp4, config.residual_gate_temperature)
             return _per_device(pack, mesh, specs["layers"][like])
 
         def store(i: int, layer: dict) -> dict:
@@ -101,7 +101,7 @@ class Megakernel(Backend):
             return {"input_norm": kept, "weights": weights}
 
         layers = {i: store(i, layer) for i, layer in params["layers"].items()}
-        pack_head = _per_device(_head_packer(shape), mesh, specs["lm_head"], specs["final_norm"])
+        pack_head = _per_device(head_packer(shape), mesh, specs["lm_head"], specs["final_norm"])
         return params | {"layers": layers, "head": pack_head(params["lm_head"], params["final_norm"])}
 
     def stored_specs(self, specs: dict, params: dict) -> dict:
@@ -304,10 +304,10 @@ def _per_device(pack: Callable, mesh: Mesh | None, *specs: Any) -> Callable:
 
 # Cached, so that layers of one kind share a compiled program.
 @functools.cache
-def _packer(shape: layout.Shape, nvfp4: bool, temperature: float) -> Callable[[dict], jax.Array]:
+def layer_packer(shape: layout.Shape, nvfp4: bool, temperature: float) -> Callable[[dict], jax.Array]:
     return jax.jit(lambda layer: layout.pack_layer(layer, shape, nvfp4, None, temperature=temperature)[None])
 
 
 @functools.cache
-def _head_packer(shape: layout.Shape) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def head_packer(shape: layout.Shape) -> Callable[[jax.Array, jax.Array], jax.Array]:
     return jax.jit(lambda lm_head, final_norm: layout.pack_head(lm_head, final_norm, shape, None)[None])

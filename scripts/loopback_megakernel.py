@@ -8,7 +8,6 @@ tile several times. With the weights of `random_models.rank_zero` this is the sa
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -23,6 +22,7 @@ from muse_jax import megakernel_backend, ops
 from muse_jax.backends import Backend, Config, Request
 from muse_jax.config import ModelConfig
 from muse_jax.kv_cache import KV, KVCache
+from muse_jax.megakernel_backend import head_packer, layer_packer
 from muse_jax.model import MuseSpark
 from muse_jax.numerics import SERVING
 from muse_jax.sharding import ShardingConfig
@@ -100,14 +100,14 @@ class LoopbackMegakernel(Backend):
             return {"weights": jax.block_until_ready(pack(*arrays))}
 
         def store(i: int, layer: dict) -> dict:
-            buffer = packed(_packer(shape, i in config.nvfp4_layers, config.residual_gate_temperature), layer)
+            buffer = packed(layer_packer(shape, i in config.nvfp4_layers, config.residual_gate_temperature), layer)
             for old in jax.tree.leaves(layer):
                 if isinstance(old, jax.Array):
                     old.delete()
             return buffer
 
         layers = {i: store(i, layer) for i, layer in params["layers"].items()}
-        return params | {"layers": layers, "head": packed(_head_packer(shape), params["lm_head"], params["final_norm"])}
+        return params | {"layers": layers, "head": packed(head_packer(shape), params["lm_head"], params["final_norm"])}
 
     # ------------------------------------------------------------------------------------------------------------- step
 
@@ -158,14 +158,3 @@ def bytes_read(config: VerifyConfig, experts: int) -> int:
     entries = [entry for table in (*tables, layout.head_table(config.shape)) for entry in table]
     counts = (getattr(entry, "count", 1) for entry in entries)
     return sum(entry.nbytes // count * min(count, experts) for entry, count in zip(entries, counts, strict=True))
-
-
-# Cached, so that layers of one kind share a compiled program.
-@functools.cache
-def _packer(shape: layout.Shape, nvfp4: bool, temperature: float) -> Callable[[dict], jax.Array]:
-    return jax.jit(lambda layer: layout.pack_layer(layer, shape, nvfp4, None, temperature=temperature)[None])
-
-
-@functools.cache
-def _head_packer(shape: layout.Shape) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    return jax.jit(lambda lm_head, final_norm: layout.pack_head(lm_head, final_norm, shape, None)[None])

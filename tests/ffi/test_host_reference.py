@@ -351,6 +351,7 @@ def test_an_attribute_that_does_not_fit_is_named(monkeypatch, name, value, messa
     [
         ({"top_k": 9}, "top_k = 9: allowed are 1 to 8"),
         ({"layers": ()}, "layers is empty"),
+        ({"taps": (1, 1)}, r"taps = (1, 1): each layer once"),
         ({"taps": (2,)}, r"taps = (2,): allowed are numbers from 0 to 1"),
         ({"trace_layer": 5}, "trace_layer = 5: allowed are None and 0 to 1"),
         ({"window": 0}, "window = 0: sliding layers need one above 0"),
