@@ -137,6 +137,7 @@ __device__ __forceinline__ int quotient(int x, int y) {
 }
 
 // ---- Shares of work -------------------------------------------------------------------------------------------------
+
 // Units [begin, end) of n that a CTA takes: neighbours, which often need the same activations. shift: turns the CTAs,
 // so that those that get one unit more are not the same in every phase.
 struct Share {
@@ -214,6 +215,7 @@ __device__ __forceinline__ float reduce_over_consumers(const Cta& cta, float x, 
 }
 
 // ---- Publishing -----------------------------------------------------------------------------------------------------
+
 // Until every CTA of every rank has cleared the buffers of a round nobody may write there. Long over when it is asked.
 __device__ __forceinline__ void wait_for_round(const Cta& cta, uint32_t round) {
   volatile uint32_t* open = &cta.shared.open_round;

@@ -5,9 +5,9 @@
 //
 // A CTA on each SM walks the same list of phases. Sixteen consumer warps compute; a producer warp streams weights and
 // committed keys into shared memory as fast as there is room, across phases and layers; a janitor warp clears exchange
-// buffers for the round after the next. What CTAs give each other goes through exchange buffers in which data is its
-// own flag (sync.cuh): there is no grid barrier. Every wait ends: by data, or after a deadline with an error that says
-// who waited for what.
+// buffers for the next round; a watchdog warp ends what makes no progress. What CTAs give each other goes through
+// exchange buffers in which data is its own flag (sync.cuh): there is no grid barrier. Every wait ends: by data, or
+// after a deadline with a status that says who waited for what.
 
 #include "megakernel.h"
 
@@ -20,6 +20,7 @@ namespace muse {
 namespace {
 
 // ---- The phases of a layer, and who waits for whom in them ----------------------------------------------------------
+
 // l: -1 stands for the embedding, which takes a layer's place before layer 0.
 __device__ __forceinline__ bool has_phase(const Cta& cta, Phase phase, int l) {
   if (phase == Phase::kQkv) return l + 1 < cta.sizes().layers;

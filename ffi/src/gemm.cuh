@@ -153,8 +153,8 @@ __device__ __forceinline__ void multiply_fp32(const LaneTile& tile, int group, c
   }
 }
 
-// What bf16 makes of the bits of e2m1 (at bits 8..6 and 15) is 2^-126 times its value, of e4m3 (at bits 10..4) 2^-120
-// times.
+// What bf16 makes of the bits of e2m1 (at bits 8..6 and 15) is 2^-126 times its value, of those of e4m3 (at bits
+// 10..4) 2^-120 times.
 constexpr uint32_t kTwo127 = 0x7f007f00u, kTwo110 = 0x76807680u;  // pairs of bf16
 constexpr float kDecodedScale = 512.0f;  // decoded weights are 2^-9 of their values: (-126 + -120) + 127 + 110 = -9
 
@@ -188,6 +188,7 @@ __device__ __forceinline__ void multiply_nvfp4(const LaneTile& tile, int group, 
 }
 
 // ---- The consumers' side --------------------------------------------------------------------------------------------
+
 __device__ __forceinline__ uint4 sum_of_chains(const float (&acc)[2][4]) {
   return make_uint4(__float_as_uint(acc[0][0] + acc[1][0]), __float_as_uint(acc[0][1] + acc[1][1]),
                     __float_as_uint(acc[0][2] + acc[1][2]), __float_as_uint(acc[0][3] + acc[1][3]));

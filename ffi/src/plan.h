@@ -1,5 +1,5 @@
-// From the arguments of a call to what its launches are given: sizes, the cutting of matrices, places in the exchange
-// buffers.
+// From the arguments of a call to what its launches are given: sizes, how matrices are cut into units of work, places
+// in the exchange buffers.
 #pragma once
 
 #include "arguments.h"

@@ -41,6 +41,7 @@ __device__ __forceinline__ void named_barrier() {
 }
 
 // ---- Shared memory: mbarriers and bulk copies -----------------------------------------------------------------------
+
 // The CTA's, of the size that it was launched with.
 __device__ __forceinline__ uint8_t* shared_memory() {
   extern __shared__ uint8_t dynamic_shared[];
@@ -115,8 +116,8 @@ __device__ __forceinline__ void store_shared(uint32_t address, float x) {
 }
 
 // ---- Global memory that other CTAs and GPUs write while we look at it -----------------------------------------------
-// --------------------------------------------------- Relaxed: each word arrives by itself, and whether it is there can
-// be seen in it.
+
+// Relaxed: each word arrives by itself, and whether it is there can be seen in it.
 
 __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* from) {
   uint32_t v;
@@ -184,6 +185,7 @@ __device__ __forceinline__ void add_release(uint32_t* to, uint32_t v) {
 }
 
 // ---- Arithmetic -----------------------------------------------------------------------------------------------------
+
 // d += a b^T for 16 rows of a and 8 of b over 16 values of K, bf16 in, fp32 out.
 __device__ __forceinline__ void mma(float (&d)[4], const uint4& a, uint32_t b0, uint32_t b1) {
   asm volatile(
@@ -215,8 +217,8 @@ __device__ __forceinline__ uint32_t to_bf16x2(float low, float high) {
   return z;
 }
 
-// Without the calls that exact divisions may make: registers of the loops around would not survive them. Errors of 2
-// ulp.
+// Without the calls that exact divisions may make, which registers of the loops around would not survive. Wrong by up
+// to 2 ulp.
 __device__ __forceinline__ float divide(float x, float y) { return __fdividef(x, y); }
 __device__ __forceinline__ float sigmoid(float x) { return __fdividef(1.0f, 1.0f + __expf(-x)); }
 

@@ -27,8 +27,8 @@ constexpr int kMaxTopK = 8;
 constexpr int kMaxRanks = 8;
 constexpr int kStatusSize = 8;
 
-// Bits of a word that hold sign, exponent (two) and mantissa of the even code of each pair; the odd code's are 16
-// higher.
+// Bits of a word that hold sign, exponent (two) and mantissa of the even code of each pair; those of the odd code are
+// 16 bits higher.
 constexpr int kCodeBits[4][4] = {{15, 8, 7, 6}, {12, 5, 4, 3}, {9, 2, 1, 0}, {14, 11, 10, 13}};
 
 // The place, among the 16 scales of a row of a tile, of the scale of block `block`.
@@ -160,7 +160,7 @@ MUSE_HOST_DEVICE constexpr HeadTable make_head_table(const ModelShape& shape) {
   return table;
 }
 
-// What a rank has in its trace of a layer, in its order; every array is [T, width]. As `trace_table` of ffi/verify.py.
+// What a rank has in its trace of a layer, in its order; every array is [T, width]. As `trace_shapes` of ffi/verify.py.
 struct TraceEntry {
   int64_t offset;  // in fp32 numbers
   int width;       // of a row

@@ -1,6 +1,6 @@
 // As much of a CUDA device as the kernel needs, on a CPU: every CUDA thread is a fiber, and one of them runs at a time.
-// So the kernel's own source can be run and debugged where there is no GPU. Bulk copies take a while, also here; whatever
-// is relaxed on a GPU is in order: what this finds is wrong, what it does not find may still be.
+// So the kernel's own source can be run and debugged where there is no GPU. Bulk copies take a while here, too, but
+// whatever is relaxed on a GPU is in order: what this finds is wrong, what it does not find may still be.
 #pragma once
 
 #include <algorithm>
@@ -56,8 +56,7 @@ struct Settings {
 };
 inline Settings settings;
 
-// Runs kernel() as every thread of a grid; returns when all have ended. Throws std::runtime_error if no thread can go
-// on.
+// Runs kernel() as every thread of a grid; returns when all have ended. Throws std::runtime_error if none can go on.
 void run(dim3 grid, uint32_t threads, size_t shared_bytes, const std::function<void()>& kernel);
 
 // Time goes on with every switch from one thread to another, from kernel to kernel, as if it took so many nanoseconds:

@@ -72,8 +72,7 @@ __device__ __forceinline__ void build_experts(const Cta& cta, int l) {
 }
 
 // ---- NVFP4 of activations -------------------------------------------------------------------------------------------
-// ------------------------------------------------------------------------------------------------------ Operation for
-// operation muse_jax.nvfp4.quantize_rows, so that the bits are the same.
+// Operation for operation muse_jax.nvfp4.quantize_rows, so that the bits are the same.
 
 struct RowScale {
   float scale, encode;

@@ -129,8 +129,8 @@ __device__ __forceinline__ void finish_routed(const Cta& cta, const Geometry& ge
     const uint32_t its = receive(cta.waiting, row_scale + (is_down ? pair : row), slot >= 0);
     scale *= __uint_as_float(its);
   }
-  // Of gate_up even columns are gates and odd ones ups: four lanes have a word of two values, of down two lanes have
-  // one.
+  // Of gate_up even columns are gates and odd ones ups: a word of two values is that of four lanes, of down that of
+  // two lanes.
   const float* of_matrix = experts.scales[part];
   float value = sum * (scale * of_matrix[is_down ? 2 : 0]);
   const float neighbour = __shfl_down_sync(0xffffffffu, is_down ? value : sum * (scale * of_matrix[1]), 1);

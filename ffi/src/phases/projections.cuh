@@ -10,6 +10,7 @@
 namespace muse {
 
 // ---- Finished tiles: thread (warp, lane) has row `warp`, columns 2 lane and 2 lane + 1 ------------------------------
+
 // A pair of columns of [rows][width] to every rank: this rank's piece begins at column piece * columns.
 __device__ __forceinline__ void send_pair(const Cta& cta, uint32_t buffer, int width, int columns, int column,
                                           float2 pair) {

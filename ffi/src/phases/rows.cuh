@@ -25,8 +25,8 @@ __device__ __forceinline__ uint2 to_bf16x4(const float4& x) {
   return make_uint2(to_bf16x2(x.x, x.y), to_bf16x2(x.z, x.w));
 }
 
-// 1 / sqrt(mean of squares + eps) of a row whose squares the threads have summed in part. which: one of two places, in
-// turn.
+// 1 / sqrt(mean of squares + eps) of a row whose squares the threads have summed in part. which: one of two places,
+// used in turn.
 __device__ __forceinline__ float rms_factor(const Cta& cta, float squares, int width, float eps, int which) {
   const float sum = reduce_over_consumers(cta, squares, which);
   return rsqrtf(divide(sum, static_cast<float>(width)) + eps);
