@@ -1,4 +1,4 @@
-"""The packed layout: one file a rank, with its part of every parameter as the megakernel reads it (`layout.PackedTensor`)."""
+"""The packed layout: one file a rank, with its part of every parameter, matrices in tiles (`layout.PackedTensor`)."""
 
 from __future__ import annotations
 

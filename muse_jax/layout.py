@@ -195,10 +195,11 @@ def draft_tensors(config: DraftConfig) -> tuple[TensorSpec, ...]:
     return tuple(specs)
 
 
-# The packed layout: one file a rank, in which each parameter begins at a multiple of a page (direct I/O needs that) and
-# lies as the megakernel reads it. Matrices that are GEMM operands are cut into tiles of 64 rows by 128 bytes (a Hopper or
-# Blackwell shared-memory tile with the 128-byte swizzle: 64 bf16 values or 256 NVFP4 codes of a row), so that a stage of
-# whole tiles is one contiguous copy; tiles follow each other along a row of tiles, then down, one matrix after the other.
+# The packed layout: one file a rank, in which each parameter begins at a multiple of a page (direct I/O needs that).
+# Matrices that are GEMM operands are cut into tiles of 64 rows by 128 bytes (a Hopper or Blackwell shared-memory tile of the
+# 128-byte swizzle: 64 bf16 values or 256 NVFP4 codes of a row), so that a stage of whole tiles is one contiguous copy; tiles
+# follow each other along a row of tiles, then down, one matrix after the other. The megakernel's buffers (ffi/layout.py)
+# have tiles of this size, too, but padded, swizzled and in another order: they are made when a checkpoint is loaded.
 # Tiles at the edges are smaller, so nothing is padded. Block scales have tiles of 64 rows by 16, those of one tile of codes.
 # Everything else is row major: vectors, and tables of which single rows are gathered.
 PACKED_VERSION = 1

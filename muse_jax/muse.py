@@ -83,7 +83,7 @@ def load(
       progress: called with (bytes done, bytes in all) while loading.
     Raises: ValueError (its subclasses included) with one line for anything wrong with arguments or files.
     """
-    import checkpoints  # the one import of this package from here; see DESIGN section 2
+    import checkpoints  # the one import of this package from here, as it imports muse_jax
 
     if jax.config.jax_enable_x64:
         raise ValueError("jax_enable_x64 is on: muse_jax counts positions in 32 bits and needs it off, as it is by default")

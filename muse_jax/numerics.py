@@ -1,8 +1,7 @@
 """Where values are rounded: every point at which implementations of this model differ has a name here.
 
-`HF` is what transformers 5.24.0 computes (muse_spark.md 3.1-3.6), `SERVING` what the GPU kernels compute (section 3.7 and
-DESIGN section 5). A rounding is to the model's dtype: with float32 weights there is none, and the two differ only in the
-order of some sums.
+`HF` is what transformers 5.24.0 computes (muse_spark.md 3.1-3.6), `SERVING` what the GPU kernels compute (section 3.7).
+A rounding is to the model's dtype: with float32 weights there is none, and the two differ only in the order of some sums.
 """
 
 from __future__ import annotations

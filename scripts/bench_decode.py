@@ -1,7 +1,7 @@
 """Times the decode step of one rank of a model that no single device could hold, with random weights.
 
     python scripts/bench_decode.py --shape full --backend xla,pallas     all 62 layers, 66.6 GB of weights, on an H200
-    python scripts/bench_decode.py --shape full --layers 2 --draft                          any GPU
+    python scripts/bench_decode.py --shape full --layers 2 --draft                          any GPU of 24 GB
     python scripts/bench_decode.py                                                          a toy, on a CPU
     python scripts/bench_decode.py --shape full --layers 4 --draft --backend xla,pallas --plot step.png     side by side
     python scripts/bench_decode.py --shape full --backend xla,megakernel --plan         memory that each needs; on any machine
@@ -10,10 +10,11 @@ The device plays rank 0 of --tp: it has that rank's part of every weight and of 
 no other ranks; where data of theirs would arrive it finds its own (loopback), so what it computes means nothing, and what
 waiting for others takes is not in the times. Every layer reads exactly --routing distinct experts, which are an input. Of
 several backends each has the device for itself, one after the other. All have the same weights, such that it makes no
-difference which of its own data a rank takes for another's; the megakernel keeps them packed. It is the CUDA kernel on a GPU;
-on a CPU its plain reference, whose times say nothing.
+difference which of its own data a rank takes for another's. The megakernel, which needs bfloat16 and at most 16 rows, keeps
+them packed; it is the CUDA kernel on a GPU, compiled on first use (ffi/README.md), and on a CPU its plain reference, whose
+times say nothing.
 
-    verdict    first: logits, keys and values of two layers against the same weights in fp32, by plain XLA for all backends
+    verdict    before anything is timed: logits, keys and values of two layers against plain XLA with the same weights in fp32
     verify     one target forward over --rows nodes, choice, acceptance, and the caches' update: from the end of one step to the
                end of the next, which the host dispatches meanwhile, as generate.py does; alone: without that
     step       the same after the draft (--draft)
@@ -27,8 +28,8 @@ on a CPU its plain reference, whose times say nothing.
     gaps       when none of them ran, of the span from the first one's start to the last one's end: what launching costs
     tok/s      computed: --acceptance tokens per step, nothing else
 
-Exit code: 0; 1 if the verdict is bad or the device fails; 2 for bad arguments or files; 130 after Ctrl-C; 141 if the
-reader of stdout has gone.
+Exit code: 0; 1 if the verdict is bad or the device fails; 2 for bad arguments or files; 130 after Ctrl-C; 141 if the reader of
+stdout has gone.
 """
 
 from __future__ import annotations
@@ -731,7 +732,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--context", type=positive_int, default=2048, metavar="N", help="committed positions (default: 2048)")
     add("--routing", type=positive_int, metavar="N", help="distinct experts of a layer (default: 49, of the toy 8)")
     add("--steps", type=num_steps, default=20, metavar="N", help=f"timed steps, at most {MAX_STEPS:,} (default: 20)")
-    backend_help = "implementations, one or several: xla,pallas compares the second with the first (default: xla)"
+    backend_help = "xla, pallas or megakernel, one or several: xla,pallas compares the second with the first (default: xla)"
     add("--backend", type=backends, nargs="+", default=[["xla"]], metavar="NAME", help=backend_help)
     add("--draft", action="store_true", help="with the draft, of the published shape")
     add("--activations", choices=("bf16", "nvfp4"), default="bf16", help="of NVFP4 experts (default: bf16)")

@@ -10,11 +10,10 @@ it came from, its arguments say what XLA calls it. Operations of all layers of a
 scope; on several devices, over all of them. A profiler slows a step down, small operations most: times are for comparing parts.
 
 To XLA the verify step of `megakernel` is one operation, so its own profiler looks into that and at nothing else: an event is a
-phase of a layer in a CTA. ffi/README.md says how to read it. On a CPU it is the Host reference that runs, phase by phase on one
-thread, and its times say nothing about the kernel.
+phase of a layer in a CTA. ffi/README.md, Profiler, says how to read table and trace. So far the backend serves on
+CPUs alone, by the Host reference: phase by phase on one thread, with times that say nothing about the kernel.
 
-Exit code: 0; 1 if the device fails; 2 for bad arguments or files; 130 after Ctrl-C; 141 if the
-reader of stdout has gone.
+Exit code: 0; 1 if the device fails; 2 for bad arguments or files; 130 after Ctrl-C; 141 if the reader of stdout has gone.
 """
 
 from __future__ import annotations
@@ -218,7 +217,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(prog=NAME, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("--checkpoint", type=directory, default=BUNDLED, metavar="DIR", help="model (default: the bundled one)")
-    add("--out", type=Path, default=Path("step.trace.json.gz"), metavar="FILE", help="(default: step.trace.json.gz)")
+    out_help = "trace to write, gzipped JSON (default: step.trace.json.gz)"
+    add("--out", type=Path, default=Path("step.trace.json.gz"), metavar="FILE", help=out_help)
     add("--devices", type=positive_int, metavar="N", help="share the work among N devices; virtual ones on a CPU")
     backends = "implementation of a step: xla, pallas, megakernel or auto (default: auto)"
     add("--backend", default="auto", metavar="NAME", help=backends)
