@@ -52,7 +52,7 @@ class VerifyConfig:
     quantized: activations of NVFP4 experts are NVFP4.
     taps: layers whose outputs are wanted.  trace_layer: the layer whose intermediate values are wanted.
     profile: events that each thread of the profiler keeps, 0: none; `profile.places` says how many there are.
-    layers_per_launch: of the kernel.
+    layers_per_launch: that the kernel runs in one launch.
     deadline_ms: after which the step is given up: how long a CTA of the kernel may stay in one phase, or on a mesh of CPU
       devices the first rank's call may wait for the others'.
     """

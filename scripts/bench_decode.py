@@ -14,7 +14,7 @@ difference which of its own data a rank takes for another's. The megakernel, whi
 them packed; it is the CUDA kernel on a GPU, compiled on first use (ffi/README.md), and on a CPU its plain reference, whose
 times say nothing.
 
-    verdict    before anything is timed: logits, keys and values of two layers against plain XLA with the same weights in fp32
+    verdict    before a step is timed: logits, keys and values of two layers against plain XLA with the same weights in fp32
     verify     one target forward over --rows nodes, choice, acceptance, and the caches' update: from the end of one step to the
                end of the next, which the host dispatches meanwhile, as generate.py does; alone: without that
     step       the same after the draft (--draft)

@@ -1,8 +1,9 @@
 """The megakernel as one rank of several without the others, for benchmarks: the CUDA kernel, on a CPU the plain reference.
 
-Where other ranks' data would arrive it finds its own, as with `ShardingConfig.loopback` of the other backends. Only where ranks
-add up o_proj, each some tiles of columns, the kernel adds what it has of several tiles, and the others add what they have of a
-tile several times. With the weights of `random_models.rank_zero` this is the same, so that backends can be compared.
+Where other ranks' data would arrive it finds its own, as with `ShardingConfig.loopback` of the other backends. One thing
+differs: each rank adds up some columns of o_proj, a part of each from every rank. In place of the others' parts the kernel adds
+its own parts of other columns, while the other backends add their own part of the same column several times. With the weights
+of `random_models.rank_zero` both give the same, so that backends can be compared.
 """
 
 from __future__ import annotations
