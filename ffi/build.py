@@ -38,6 +38,7 @@ SOURCE = Path(__file__).resolve().parent
 LIBRARY = "libmuse_ffi.so"
 ARCHITECTURES = ("90a", "103a")  # as in CMakeLists.txt
 OLDEST_NVCC = (12, 9)  # that knows sm_103a
+OLDEST_CMAKE = (3, 24)  # as CMakeLists.txt asks for
 _FILES = (LIBRARY, "kernels.json", "compile_commands.json", "build.log")
 _FLAG_VARIABLES = ("CXXFLAGS", "CUDAFLAGS", "LDFLAGS", "NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS")  # compilers read them
 _LAST_LINES = 25
@@ -71,8 +72,12 @@ class Tools:
 def missing_tools(cuda: bool) -> list[str]:
     """Why these tools cannot build here, one reason an entry."""
     missing = []
-    if not _find_cmake():
+    cmake = _find_cmake()
+    if cmake is None:
         missing.append("cmake was not found")
+    elif cmake_version(cmake) < OLDEST_CMAKE:
+        version, oldest = (".".join(map(str, v)) for v in (cmake_version(cmake), OLDEST_CMAKE))
+        missing.append(f"{cmake} has version {version}: {oldest} or newer is needed")
     if not _find_compiler():
         missing.append("no C++ compiler was found (CXX, g++, c++)")
     if not _find_generator():
@@ -109,6 +114,13 @@ def find_nvcc() -> str | None:
     folders = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     found = [shutil.which("nvcc"), *(shutil.which("nvcc", path=f"{folder}/bin") for folder in folders if folder)]
     return next(filter(None, found), None)
+
+
+def cmake_version(cmake: str) -> tuple[int, int]:
+    version = re.search(r"version (\d+)\.(\d+)", _version_text(cmake))
+    if not version:
+        raise BuildError(f"{cmake} --version names no version")
+    return int(version[1]), int(version[2])
 
 
 def nvcc_version(nvcc: str) -> tuple[int, int]:

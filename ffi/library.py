@@ -64,8 +64,8 @@ def unavailable(platform: str) -> list[str]:
         raise ValueError(f"platform = {platform!r}: allowed are {', '.join(map(repr, PLATFORMS))}")
     cuda = platform == "CUDA"
     reasons = _old_jaxlib()
-    if named := os.environ.get("MUSE_FFI_LIBRARY"):
-        more, architectures, toolkit = _given(Path(named), cuda)
+    if path := _named():
+        more, architectures, toolkit = _given(path, cuda)
     else:
         more, architectures, toolkit = _buildable(cuda)
     reasons += more
@@ -91,6 +91,12 @@ def _buildable(cuda: bool) -> _Findings:
         reasons.append("this package has no CUDA sources")
     nvcc = build.find_nvcc() if cuda else None
     return reasons, build.ARCHITECTURES, build.nvcc_version(nvcc) if nvcc else ()
+
+
+def _named() -> Path | None:
+    """A library of one's own, absolute: the loader would look for a bare name in its own places."""
+    named = os.environ.get("MUSE_FFI_LIBRARY")
+    return Path(named).expanduser().absolute() if named else None
 
 
 def _given(path: Path, cuda: bool) -> _Findings:
@@ -161,11 +167,8 @@ def library_version(library: ctypes.CDLL) -> dict[str, str]:
 def _load(platform: str) -> ctypes.CDLL:
     from ffi import build
 
-    if named := os.environ.get("MUSE_FFI_LIBRARY"):
-        path = Path(named)
-    else:
-        # A Host library of its own: a test on a CPU need not wait for nvcc.
-        path = build.find_or_build(platform == "CUDA", progress=_say) / build.LIBRARY
+    # A Host library of its own: a test on a CPU need not wait for nvcc.
+    path = _named() or build.find_or_build(platform == "CUDA", progress=_say) / build.LIBRARY
     library = ctypes.CDLL(str(path))
     handlers = {target: symbols[platform] for target, symbols in HANDLERS.items() if platform in symbols}
     missing = [symbol for symbol in handlers.values() if not hasattr(library, symbol)]

@@ -331,6 +331,16 @@ def test_every_reason_is_listed(source, monkeypatch):
     assert len(reasons) == 2
 
 
+def test_an_old_cmake(source, tmp_path, monkeypatch):
+    cmake = tmp_path / "cmake"
+    cmake.write_text("#!/bin/sh\necho cmake version 3.22.1\n")
+    cmake.chmod(0o755)
+    monkeypatch.setattr(build, "_find_cmake", lambda: str(cmake))
+    assert f"{cmake} has version 3.22: 3.24 or newer is needed" in library.unavailable("cpu")
+    listed = (build.SOURCE / "CMakeLists.txt").read_text()
+    assert "cmake_minimum_required(VERSION {}.{})".format(*build.OLDEST_CMAKE) in listed
+
+
 def test_unfit_gpus_and_drivers(monkeypatch):
     def gpus(driver, toolkit, *capabilities):
         monkeypatch.setattr(library, "_driver_version", lambda: driver)
@@ -358,6 +368,10 @@ def test_a_library_built_ahead(source, tmp_path, monkeypatch):
     assert build.main(["--cuda", "off", "--output", str(tmp_path / "out")]) == 0
     path = tmp_path / "out" / build.LIBRARY
     assert reasons(path) == []
+    monkeypatch.chdir(path.parent)
+    assert reasons(Path(build.LIBRARY)) == []
+    monkeypatch.setenv("HOME", str(path.parent))
+    assert reasons(Path("~") / build.LIBRARY) == []
     assert any("holds no CUDA handlers" in reason for reason in reasons(path, "CUDA"))
     monkeypatch.setattr(build, "header_api", lambda: "0.2")
     assert "was built for XLA FFI" in reasons(path)[0]
