@@ -244,6 +244,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_megakernel(const __grid_co
     shared.finished = false;
     shared.aborted = workspace->aborted;
     shared.skipped = shared.aborted;
+    shared.experts.count = 0;  // after an abort consumers may look before there are any
     if (launch.profile.ranks != nullptr)
       shared.phase_began[kConsumerRole] = shared.phase_began[kProducerRole] = global_timer_ns();
     // The round of this launch's first layer was opened by the launch before.
