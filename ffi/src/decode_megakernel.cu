@@ -202,7 +202,7 @@ __device__ __forceinline__ void watch(const Cta& cta) {
   uint32_t steps = site.steps;
   uint64_t since = global_timer_ns();
   while (!finished && !aborted) {
-    __nanosleep(20000);
+    __nanosleep(1000);  // short: a CTA ends when its watchdog has seen that the consumers have
     const uint64_t now = global_timer_ns();
     if (site.steps != steps) {
       steps = site.steps;
