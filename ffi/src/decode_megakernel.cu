@@ -284,6 +284,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_megakernel(const __grid_co
   Workspace* first = launch.workspaces[launch.first_rank];
   __threadfence();
   if (atomicAdd(&first->exited, 1u) + 1 < gridDim.x) return;
+  __threadfence();  // what the others wrote before they left is seen: the failure
   first->exited = 0;
 #pragma unroll 1
   for (int r = launch.first_rank; r < launch.first_rank + launch.sizes.ranks_here; ++r) {
