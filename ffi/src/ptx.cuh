@@ -44,7 +44,7 @@ __device__ __forceinline__ void named_barrier() {
 
 // The CTA's, of the size that it was launched with.
 __device__ __forceinline__ uint8_t* shared_memory() {
-  extern __shared__ uint8_t dynamic_shared[];
+  extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   return dynamic_shared;
 }
 
