@@ -336,6 +336,10 @@ __global__ void begin_call(const __grid_constant__ Launch launch) {
 
 #ifndef MUSE_EMULATED
 cudaError_t prepare_megakernel() {
+  // Both are loaded now: when a kernel is first used a stream may be being captured, which does not allow it.
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, begin_call);
+  if (error != cudaSuccess) return error;
   return cudaFuncSetAttribute(decode_megakernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SharedStorage));
 }
 #endif
