@@ -33,6 +33,13 @@ ALL = profile.places(LAYERS)
 on_every_device = pytest.mark.parametrize("target", ["host", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
+@pytest.fixture(autouse=True)
+def everything_else_is_on_the_cpu() -> Iterator[None]:
+    """Also where there is a GPU: references and the emulated device are. `verify_steps.call` sends operands to the GPU."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 @pytest.fixture
 def device() -> Iterator[Callable[..., None]]:
     """Sets the emulated device: a CTA that runs last, whether another call runs."""
@@ -347,6 +354,7 @@ def test_what_it_costs():
     """At most 2.8 % of a step, what is published for another profiler of this kind."""
     layers = 8
     config, arguments = full_width(layers)
+    arguments = jax.device_put(arguments, jax.devices("gpu")[0])
     configs = [dataclasses.replace(config, profile=events) for events in (0, profile.places(layers))]
     seconds: list[list[float]] = [[], []]
     for repeat in range(210):

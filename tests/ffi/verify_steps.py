@@ -288,6 +288,7 @@ def _rope(positions: jax.Array, config: ModelConfig) -> jax.Array:
 
 
 jitted_verify = jax.jit(verify, static_argnames=("config", "emulated"), compiler_options=QUICKLY)
+_verify_on_gpu = jax.jit(verify, static_argnames=("config", "emulated"))  # XLA for GPUs does not support QUICKLY
 
 
 def run(
@@ -300,14 +301,15 @@ def run(
 ) -> VerifyResult:
     """target: "host", the reference; "emulated", the kernel on the emulated device; "cuda", the kernel on the first GPU."""
     config = verify_config(case, ranks, **settings)
-    return call(config, operands(case, config, cache, nodes), target)
+    result = call(config, operands(case, config, cache, nodes), target)
+    return jax.device_get(result) if target == "cuda" else result  # references are computed on the CPU
 
 
 def call(config: VerifyConfig, operands: dict, target: str = "host") -> VerifyResult:
     if target == "cuda":
         library.prepare(config.numbers, config.quantized, [0] * (1 if config.loopback else config.ranks))
-    else:
-        library.load()
+        return _verify_on_gpu(config, **jax.device_put(operands, jax.devices("gpu")[0]))
+    library.load()
     return jitted_verify(config, **operands, emulated=target == "emulated")
 
 
