@@ -111,13 +111,15 @@ std::string fill(Group& group) {
 
 }  // namespace
 
-xla::ffi::Error cuda_verify_handler(cudaStream_t stream, xla::ffi::RemainingArgs operands,
+xla::ffi::Error cuda_verify_handler(cudaStream_t stream, int32_t device, xla::ffi::RemainingArgs operands,
                                     xla::ffi::RemainingRets results, xla::ffi::Dictionary attributes) {
   VerifyArguments args;
   xla::ffi::Error error = parse_verify_arguments(operands, results, attributes, &args);
   if (error.failure()) return error;
-  int device = 0, first_rank = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return xla::ffi::Error::Internal("muse_verify: no CUDA device");
+  int first_rank = 0;
+  // The thread may have launched for another device before.
+  const cudaError_t chosen = cudaSetDevice(device);
+  if (chosen != cudaSuccess) return xla::ffi::Error::Internal("muse_verify: " + problem_of(chosen, "cudaSetDevice"));
   const Group* group = find_group(args, device, &first_rank);
   if (group == nullptr) {
     return xla::ffi::Error(
@@ -143,10 +145,14 @@ xla::ffi::Error cuda_verify_handler(cudaStream_t stream, xla::ffi::RemainingArgs
 
 }  // namespace muse
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    MuseVerifyCuda, muse::cuda_verify_handler,
-    xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<cudaStream_t>>().RemainingArgs().RemainingRets().Attrs(),
-    {xla::ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MuseVerifyCuda, muse::cuda_verify_handler,
+                              xla::ffi::Ffi::Bind()
+                                  .Ctx<xla::ffi::PlatformStream<cudaStream_t>>()
+                                  .Ctx<xla::ffi::DeviceOrdinal>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attrs(),
+                              {xla::ffi::Traits::kCmdBufferCompatible});
 
 // Makes what calls of a model need on these devices; nothing happens if it is there. shape: the fields of ModelShape in
 // their order.  devices: of each rank; in loopback one. As many ranks of a model may be on a device for one set of

@@ -326,9 +326,22 @@ __global__ void begin_call(const __grid_constant__ Launch launch) {
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
+  Workspace fresh = {};
+  fresh.call = launch.call;  // never 0 on the way, when another stream's call would take the workspaces
   for (int r = launch.first_rank; r < end; ++r) {
-    if (gave_up) *launch.workspaces[r] = Workspace{};
-    launch.workspaces[r]->call = launch.call;
+    if (gave_up) *launch.workspaces[r] = fresh;
+    else launch.workspaces[r]->call = launch.call;
+  }
+}
+
+// Where the launch that would end the call could not be queued: otherwise every later call would be refused.
+__global__ void abandon_call(const __grid_constant__ Launch launch) {
+  const int end = launch.first_rank + launch.sizes.ranks_here;
+  for (int r = launch.first_rank; r < end; ++r) {
+    Workspace* workspace = launch.workspaces[r];
+    if (workspace->call != launch.call) continue;
+    workspace->aborted = 1;  // so that the next call begins with everything as new
+    workspace->call = 0;
   }
 }
 
@@ -336,10 +349,12 @@ __global__ void begin_call(const __grid_constant__ Launch launch) {
 
 #ifndef MUSE_EMULATED
 cudaError_t prepare_megakernel() {
-  // Both are loaded now: when a kernel is first used a stream may be being captured, which does not allow it.
+  // All are loaded now: when a kernel is first used a stream may be being captured, which does not allow it.
   cudaFuncAttributes attributes;
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, begin_call);
-  if (error != cudaSuccess) return error;
+  for (const auto kernel : {begin_call, abandon_call}) {
+    const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+    if (error != cudaSuccess) return error;
+  }
   return cudaFuncSetAttribute(decode_megakernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(SharedStorage));
 }
 #endif
@@ -349,6 +364,7 @@ cudaError_t launch_megakernel(Launch& launch, int layers_per_launch, int trace_l
   const uint32_t ctas = launch.ctas_per_rank * launch.sizes.ranks_here;
   const int layers = launch.sizes.layers;
   cudaError_t error = queue(begin_call, {1}, 1024, 0, stream, launch);
+  if (error != cudaSuccess) return error;
   for (int begin = 0, end = 0; begin < layers && error == cudaSuccess; begin = end) {
     end = begin + layers_per_launch < layers ? begin + layers_per_launch : layers;
     // The buffers of a layer are there until the one after the next.
@@ -359,6 +375,7 @@ cudaError_t launch_megakernel(Launch& launch, int layers_per_launch, int trace_l
     if (error == cudaSuccess && trace != nullptr && end == trace_layer + 1)
       error = copy_trace(launch, trace_layer, trace, stream);
   }
+  if (error != cudaSuccess) queue(abandon_call, {1}, 1, 0, stream, launch);
   return error;
 }
 
