@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).resolve().parent))  # of verify_steps
 import verify_steps
 from verify_steps import QUICKLY, TINY_SIZES, TWO_LAYERS, Case
 
-from ffi import library
+from ffi import library, profile
 from ffi.verify import VerifyConfig, VerifyResult, problem, verify
 
 pytestmark = pytest.mark.skipif(bool(library.unavailable("cpu")), reason="; ".join(library.unavailable("cpu")))
@@ -46,7 +46,7 @@ def on_mesh(
         result = step(config, **arguments, rank=lax.axis_index("tp").reshape(1))
         return dataclasses.replace(result, status=result.status[None])
 
-    out = VerifyResult(logits=BY_RANK, rows=BY_HEAD, taps=EVERYWHERE, trace=BY_RANK, status=BY_RANK)
+    out = VerifyResult(BY_RANK, rows=BY_HEAD, taps=EVERYWHERE, trace=BY_RANK, profile=BY_RANK, status=BY_RANK)
     run = jax.shard_map(run, mesh=mesh, in_specs=(specs(config, arguments),), out_specs=out, check_vma=False)
     return jax.jit(run, compiler_options=QUICKLY)
 
@@ -80,6 +80,13 @@ def test_ranks_are_those_of_the_mesh_not_of_the_devices():
     devices = jax.devices()
     turned = on_mesh(config, arguments, [devices[i] for i in (6, 1, 3, 2)])
     assert bits(turned(arguments)) == bits(verify_steps.call(config, arguments))
+
+
+def test_each_device_has_the_profile_of_its_rank():
+    config, arguments = prepared(CASE, 4, profile=profile.places(2))
+    recorded = np.asarray(on_mesh(config, arguments)(arguments).profile)
+    events = profile.decode(2, np.split(recorded, 4)).events
+    assert [set(events["rank"][events["device"] == device]) for device in range(4)] == [{0}, {1}, {2}, {3}]
 
 
 def test_runs_in_flight_do_not_mix():
