@@ -245,7 +245,9 @@ def test_missing_tools(source, tmp_path, monkeypatch, capsys):
 
 def test_old_nvcc(source, monkeypatch):
     monkeypatch.setattr(build, "find_nvcc", lambda: "/opt/nvcc")
-    monkeypatch.setattr(build, "_version_text", lambda tool: "Cuda compilation tools, release 12.8, V12.8.93\n")
+    real = build._version_text
+    text = "Cuda compilation tools, release 12.8, V12.8.93\n"
+    monkeypatch.setattr(build, "_version_text", lambda tool: text if tool == "/opt/nvcc" else real(tool))
     assert "/opt/nvcc has version 12.8: sm_103a needs 12.9 or newer" in build.missing_tools(True)
 
 
