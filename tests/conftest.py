@@ -17,7 +17,7 @@ import gc
 import importlib.util
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 import checkpoints
 import muse_jax
 from checkpoints.hf import save_draft, save_hf
+from ffi import library
 from muse_jax.config import TINY, AttentionKind, MLPKind, ModelConfig
 from muse_jax.draft_config import DraftConfig
 from muse_jax.layout import parameter_tree
@@ -82,6 +83,20 @@ def interrupts_arrive():
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def emulated_device() -> Iterator[Callable[..., None]]:
+    """Sets the device that runs the megakernel's source on a CPU.
+
+    seed: of the order of warps.  ctas_per_rank.  stalled_cta: runs when all others have ended.  is_taken: by another call.
+    """
+
+    def settings(seed: int = 1, ctas_per_rank: int = 3, stalled_cta: int = -1, is_taken: bool = False) -> None:
+        library.load().muse_ffi_emulation(seed, ctas_per_rank, stalled_cta, is_taken)
+
+    yield settings
+    settings()
 
 
 # ---- A small model as files and as a loaded object, for tests of everything above the model ---------------------------

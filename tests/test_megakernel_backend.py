@@ -7,7 +7,7 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -433,17 +433,6 @@ def test_a_rank_that_does_not_come_fails_the_step_on_all_devices(monkeypatch):
 # ------------------------------------------------------------------------------------------------------------- a step fails
 
 
-@pytest.fixture
-def device() -> Iterator[Callable[..., None]]:
-    """Sets the emulated device: a CTA that does not come, or whether another call runs."""
-
-    def settings(stalled_cta: int = -1, is_taken: bool = False) -> None:
-        library.load().muse_ffi_emulation(1, 3, stalled_cta, is_taken)
-
-    yield settings
-    settings()
-
-
 @functools.cache
 def emulated() -> QuickMuse:
     """The kernel's own source, which waits."""
@@ -461,15 +450,15 @@ GAVE_UP = (
 )
 
 
-def test_a_failed_step_is_an_error_and_leaves_the_state_as_it_was(device):
+def test_a_failed_step_is_an_error_and_leaves_the_state_as_it_was(emulated_device):
     muse = emulated()
     (state, _), (expected, _) = (muse.prefill([prompt(SHORT)], max_new_tokens=NEW_TOKENS) for _ in range(2))
     expected, out = muse.decode(expected)
     out.check()
     assert int(out.count[0]) > 1
-    device(stalled_cta=1)
+    emulated_device(stalled_cta=1)
     state, failed = jax.block_until_ready(muse.decode(state))
-    device()
+    emulated_device()
     with pytest.raises(muse_jax.StepError, match=GAVE_UP):
         failed.check()
     assert failed.status.shape == (8,) and int(failed.status[0]) == 1
@@ -492,21 +481,21 @@ def test_a_failed_step_is_an_error_and_leaves_the_state_as_it_was(device):
             np.testing.assert_array_equal(ours[:, :, :length], theirs[:, :, :length])
 
 
-def test_generate_raises(device):
+def test_generate_raises(emulated_device):
     """And an answer after that is not affected."""
     pieces = emulated().generate(prompt(SHORT), max_new_tokens=3)
-    device(stalled_cta=2)
+    emulated_device(stalled_cta=2)
     with pytest.raises(muse_jax.StepError, match=GAVE_UP):
         list(pieces)
-    device()
+    emulated_device()
     answer = emulated().generate(prompt(SHORT), max_new_tokens=3)
     assert list(answer) and len(answer.tokens) == 3
 
 
-def test_a_call_beside_another(device):
+def test_a_call_beside_another(emulated_device):
     muse = emulated()
     state, _ = muse.prefill([prompt(SHORT)], max_new_tokens=NEW_TOKENS)
-    device(is_taken=True)
+    emulated_device(is_taken=True)
     _, out = decode(muse.model, state)
     with pytest.raises(muse_jax.StepError, match="another call for the same model and devices was running; repeat this one"):
         out.check()

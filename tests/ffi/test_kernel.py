@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -26,24 +25,6 @@ from ffi.profile import PHASES
 from ffi.verify import problem
 
 pytestmark = pytest.mark.skipif(bool(library.unavailable("cpu")), reason="; ".join(library.unavailable("cpu")))
-
-
-@pytest.fixture(autouse=True)
-def everything_else_is_on_the_cpu() -> Iterator[None]:
-    """Also where there is a GPU: references and the emulated device are. `verify_steps.call` sends operands to the GPU."""
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
-
-
-@pytest.fixture
-def device() -> Iterator[Callable[..., None]]:
-    """Sets the emulated device: seed of the order of warps, CTAs of a rank, a CTA that runs last, whether another call runs."""
-
-    def settings(seed: int = 1, ctas_per_rank: int = 3, stalled_cta: int = -1, is_taken: bool = False) -> None:
-        library.load().muse_ffi_emulation(seed, ctas_per_rank, stalled_cta, is_taken)
-
-    yield settings
-    settings()
 
 
 on_every_device = pytest.mark.parametrize("target", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -88,11 +69,11 @@ def bits(result) -> list[bytes]:
 
 
 @pytest.mark.parametrize("activations", ["bf16", "nvfp4"])
-def test_bits_do_not_depend_on_ranks_launches_ctas_or_order(device, activations):
+def test_bits_do_not_depend_on_ranks_launches_ctas_or_order(emulated_device, activations):
     case = Case(TWO_LAYERS, rows=3, activations=activations)
 
     def step(ranks: int = 1, layers_per_launch: int = 1, **settings: int) -> list[bytes]:
-        device(**settings)
+        emulated_device(**settings)
         return bits(verify_steps.run(case, ranks, target="emulated", taps=(0,), layers_per_launch=layers_per_launch))
 
     one = step()
@@ -150,7 +131,7 @@ def test_rows_of_nan_end_as_such(target):
 
 
 @pytest.mark.parametrize("stalled_cta", [1, 4])
-def test_a_cta_that_does_not_come_is_named_and_the_next_call_works(device, stalled_cta):
+def test_a_cta_that_does_not_come_is_named_and_the_next_call_works(emulated_device, stalled_cta):
     case = Case(TWO_LAYERS, rows=4)
 
     def step() -> tuple:
@@ -159,11 +140,11 @@ def test_a_cta_that_does_not_come_is_named_and_the_next_call_works(device, stall
 
     good = bits(step()[0])
     for seed in (1, 2, 3):
-        device(seed=seed, stalled_cta=stalled_cta)
+        emulated_device(seed=seed, stalled_cta=stalled_cta)
         _, (code, rank, layer, _, _, _, *rest) = step()
         # Whoever gave up first, in the embedding or soon after it.
         assert code == 1 and rank in (0, 1) and layer in (-1, 0) and rest == [0, 0]
-        device(seed=seed)
+        emulated_device(seed=seed)
         assert bits(step()[0]) == good
 
 
@@ -187,7 +168,7 @@ def test_who_waits_in_vain_is_named_and_the_next_call_works(target, deadline_ms,
         assert bits(verify_steps.call(config, arguments, target)) == good
 
 
-def test_a_call_beside_another_is_refused(device):
+def test_a_call_beside_another_is_refused(emulated_device):
     """And the next one, after that other, works."""
     case = Case(TWO_LAYERS, rows=4)
 
@@ -195,9 +176,9 @@ def test_a_call_beside_another_is_refused(device):
         return verify_steps.run(case, 2, target="emulated")
 
     good = bits(step())
-    device(is_taken=True)
+    emulated_device(is_taken=True)
     assert list(np.asarray(step().status)) == [2, *[0] * 7]
-    device()
+    emulated_device()
     assert bits(step()) == good
 
 

@@ -7,7 +7,6 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -31,24 +30,6 @@ CASE = Case(TWO_LAYERS, rows=3)
 LAYERS = 2
 ALL = profile.places(LAYERS)
 on_every_device = pytest.mark.parametrize("target", ["host", "emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
-
-
-@pytest.fixture(autouse=True)
-def everything_else_is_on_the_cpu() -> Iterator[None]:
-    """Also where there is a GPU: references and the emulated device are. `verify_steps.call` sends operands to the GPU."""
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
-
-
-@pytest.fixture
-def device() -> Iterator[Callable[..., None]]:
-    """Sets the emulated device: a CTA that runs last, whether another call runs."""
-
-    def settings(stalled_cta: int = -1, is_taken: bool = False) -> None:
-        library.load().muse_ffi_emulation(1, 3, stalled_cta, is_taken)
-
-    yield settings
-    settings()
 
 
 def step(target: str, ranks: int = 1, events: int = ALL, case: Case = CASE, **settings):
@@ -198,9 +179,9 @@ def test_more_ctas_than_there_are_places_for():
 
 
 @pytest.mark.parametrize(("setting", "status"), [({"is_taken": True}, 2), ({"stalled_cta": 1}, 1)], ids=["refused", "given up"])
-def test_a_call_that_fails_has_no_profile(device, setting, status):
+def test_a_call_that_fails_has_no_profile(emulated_device, setting, status):
     step("emulated")
-    device(**setting)
+    emulated_device(**setting)
     result = step("emulated", deadline_ms=1)
     assert result.status[0] == status
     with pytest.raises(ValueError, match="the call was refused or given up and has no profile: its status says why"):
