@@ -134,21 +134,11 @@ class Megakernel(Backend):
             raise refusal([_too_many_rows(rows)])
         self._traced.add("verify")
         config, ranks, devices = module.config, module.vocab_ranks, module.sharding.num_devices
-        positions = length[:, None] + nodes.depth
-        inv_freq = ops.rope_inverse_frequencies(config.rope_theta, config.head_dim)
         call = _verify_config(config, module.activations, tuple(taps), devices)
         result = verify(
             dataclasses.replace(call, deadline_ms=self.deadline_ms),
-            tokens=module.known_tokens(nodes.token)[0],
-            positions=positions[0],
-            length=length,
-            visible=nodes.ancestors[0],
-            rope=jnp.concatenate(ops.rope_tables(positions, inv_freq, module.numerics, module.dtype)),
-            ring_positions=cache.ring_positions[0],
-            embedding=module.embedding[...][None],
+            **operands_of_step(module, nodes, length, cache),
             head=module.head[...],
-            layers=[layer.weights[...] for layer in module.layers],
-            caches=cache.layers,
             routing=_given_routing(routing),
             rank=None if devices is None else lax.axis_index(AXIS).reshape(1),
             emulated=self.emulated,
@@ -279,6 +269,23 @@ def _verify_config(config: ModelConfig, activations: str, taps: tuple[int, ...],
         quantized=activations == "nvfp4",
         taps=taps,
     )
+
+
+def operands_of_step(module: MuseSpark, nodes: Tree, length: jax.Array, cache: KVCache) -> dict[str, Any]:
+    """Operands of `verify`, but for head and routing, of a module whose layers have buffers as `weights`."""
+    config, positions = module.config, length[:, None] + nodes.depth
+    inv_freq = ops.rope_inverse_frequencies(config.rope_theta, config.head_dim)
+    return {
+        "tokens": module.known_tokens(nodes.token)[0],
+        "positions": positions[0],
+        "length": length,
+        "visible": nodes.ancestors[0],
+        "rope": jnp.concatenate(ops.rope_tables(positions, inv_freq, module.numerics, module.dtype)),
+        "ring_positions": cache.ring_positions[0],
+        "embedding": module.embedding[...][None],
+        "layers": [layer.weights[...] for layer in module.layers],
+        "caches": cache.layers,
+    }
 
 
 def _given_routing(routing: Sequence[Routing | None] | None) -> Routing | None:

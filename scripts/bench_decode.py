@@ -563,7 +563,7 @@ def abstract_model(
 ) -> Model:
     """`build`, with shapes in place of arrays."""
     settings = args.tp, args.dtype, args.rows, args.activations
-    model = random_models.abstract_rank_zero(config, draft_config, *settings, backend)
+    model = random_models.rank_zero(config, draft_config, *settings, backend, abstract=True)
     return dataclasses.replace(model, num_rows=args.rows)
 
 

@@ -19,11 +19,11 @@ from jax.sharding import Mesh
 
 from ffi import layout, library
 from ffi.verify import VerifyConfig, verify
-from muse_jax import megakernel_backend, ops
+from muse_jax import megakernel_backend
 from muse_jax.backends import Backend, Config, Request
 from muse_jax.config import ModelConfig
 from muse_jax.kv_cache import KV, KVCache
-from muse_jax.megakernel_backend import head_packer, layer_packer
+from muse_jax.megakernel_backend import head_packer, layer_packer, operands_of_step
 from muse_jax.model import MuseSpark
 from muse_jax.numerics import SERVING
 from muse_jax.sharding import ShardingConfig
@@ -123,22 +123,11 @@ class LoopbackMegakernel(Backend):
     ) -> tuple[list[jax.Array], list[KV], jax.Array | None, jax.Array]:
         """routing: expert ids [L, rows, top_k] int32 and weights fp32."""
         self.check_batch(nodes.token.shape[0])
-        config = module.config
-        positions = length[:, None] + nodes.depth
-        inv_freq = ops.rope_inverse_frequencies(config.rope_theta, config.head_dim)
         tapped = sorted(set(taps))  # the first layers of a model may stand in for several of the draft's
         result = verify(
-            self.verify_config(config, module.activations, tuple(tapped)),
-            tokens=module.known_tokens(nodes.token)[0],
-            positions=positions[0],
-            length=length,
-            visible=nodes.ancestors[0],
-            rope=jnp.concatenate(ops.rope_tables(positions, inv_freq, module.numerics, module.dtype)),
-            ring_positions=cache.ring_positions[0],
-            embedding=module.embedding[...][None],
+            self.verify_config(module.config, module.activations, tuple(tapped)),
+            **operands_of_step(module, nodes, length, cache),
             head=module.head.weights[...],
-            layers=[layer.weights[...] for layer in module.layers],
-            caches=cache.layers,
             routing=routing,
         )
         # The axis of the only rank here takes the place of the batch of one.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # JAX takes seconds to import, a mistyped option should not
     import jax
@@ -72,53 +71,13 @@ def rank_zero(
     rows: int,
     activations: str,
     backend: str | Backend = "xla",
+    abstract: bool = False,
 ) -> Model:
     """What rank 0 of `tp` has of a model with random weights, and its work: `ShardingConfig.loopback` stands in for the others.
 
-    Args:     rows: of a step.  backend: the weights' values are the same for all.
+    Args:     rows: of a step.  backend: the weights' values are the same for all.  abstract: shapes in place of arrays, with a
+              backend that can keep them, such as `xla`.
     """
-    import jax
-    import jax.numpy as jnp
-
-    compiled = jax.jit(draw_for_rank_zero, static_argnums=(0, 1, 2, 3, 5))
-    like: dict[tuple, TensorSpec] = {}
-
-    def leaf(spec: TensorSpec) -> jax.Array:
-        first = like.setdefault((spec.path[-1], spec.param_shape, spec.dtype_in(dtype)), spec)  # one program for all layers
-        return compiled(first, part_shape(spec, tp), jnp.dtype(dtype), config.moe_hidden_size, key_of(spec), tp)
-
-    return _rank_zero(leaf, config, draft_config, tp, dtype, rows, activations, backend)
-
-
-def abstract_rank_zero(
-    config: ModelConfig,
-    draft_config: DraftConfig | None,
-    tp: int,
-    dtype: jax.typing.DTypeLike,
-    rows: int,
-    activations: str,
-    backend: str | Backend = "xla",
-) -> Model:
-    """`rank_zero` with shapes in place of arrays. backend: one that can keep shapes, such as `xla`."""
-    import jax
-
-    def leaf(spec: TensorSpec) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(part_shape(spec, tp), spec.dtype_in(dtype))
-
-    return _rank_zero(leaf, config, draft_config, tp, dtype, rows, activations, backend)
-
-
-def _rank_zero(
-    leaf: Callable[[TensorSpec], Any],
-    config: ModelConfig,
-    draft_config: DraftConfig | None,
-    tp: int,
-    dtype: jax.typing.DTypeLike,
-    rows: int,
-    activations: str,
-    backend: str | Backend,
-) -> Model:
-    """leaf: gives each parameter."""
     import jax
     import jax.numpy as jnp
 
@@ -133,6 +92,14 @@ def _rank_zero(
     how = ShardingConfig(tp, loopback=True, calls=platform != "gpu")
     runs_on = resolve_backend(backend, platform) if isinstance(backend, str) else backend
     settings = {"dtype": jnp.dtype(dtype), "sharding": how, "backend": runs_on}
+    compiled = jax.jit(draw_for_rank_zero, static_argnums=(0, 1, 2, 3, 5))
+    like: dict[tuple, TensorSpec] = {}
+
+    def leaf(spec: TensorSpec) -> jax.Array | jax.ShapeDtypeStruct:
+        if abstract:
+            return jax.ShapeDtypeStruct(part_shape(spec, tp), spec.dtype_in(dtype))
+        first = like.setdefault((spec.path[-1], spec.param_shape, spec.dtype_in(dtype)), spec)  # one program for all layers
+        return compiled(first, part_shape(spec, tp), jnp.dtype(dtype), config.moe_hidden_size, key_of(spec), tp)
 
     def params(config: ModelConfig | DraftConfig) -> dict:
         return runs_on.stored_params(parameter_tree(config, leaf), config, how, None)
